@@ -1,0 +1,161 @@
+"""The command line: `slipstream VERB [--config RECIPE.yaml] [flags]`. Verbs only; every heavy import is
+inside its verb.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import (
+    CacheConfig,
+    EvalConfig,
+    ExportConfig,
+    PrepareConfig,
+    TrainConfig,
+    UserError,
+    check_required,
+    from_dict,
+    nearest,
+    read_yaml,
+    set_process_environment,
+)
+
+USAGE = """usage: slipstream VERB [--config RECIPE.yaml] [flags]     (slipstream VERB --help shows a verb's flags)
+
+  prepare   chats or token ids → token shards
+  cache     record the target's taps on disk, for small targets and many epochs
+  train     train a drafter, export it, decode with what was exported
+  eval      decode prompts with a drafter: τ, acceptance by slot, baselines, speed, losslessness
+  export    write a checkpoint in the layout that serving engines load
+
+Flags win over the recipe, the recipe over defaults. --debug shows the traceback of an error."""
+
+
+def run_prepare(config: PrepareConfig) -> None:
+    from slipstream.data.prepare import prepare
+    from slipstream.training.metrics import Display
+
+    display = Display()
+    display.start("prepare", 0)
+    summary = prepare(config, lambda done, total: display.advance(done))
+    display.stop()
+    for line in summary_lines(summary):
+        display.say(line)
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    return [f"prepare: {key}: {value}" for key, value in summary.items()]
+
+
+def run_cache(config: CacheConfig) -> None:
+    from slipstream.training.metrics import Display
+    from slipstream.training.record import record_taps
+
+    record_taps(config, Display())
+
+
+def run_train(config: TrainConfig) -> None:
+    from slipstream.export.zlab import export_run
+    from slipstream.training.loop import train
+    from slipstream.training.metrics import Display
+    from slipstream.training.setup import describe_plan, open_run, write_run_facts
+
+    display = Display()
+    run = open_run(config, display)
+    display.say(describe_plan(run))
+    if config.plan:
+        return
+    write_run_facts(run)
+    trained = train(run, display)
+    if trained.interrupted:
+        again = " ".join(["slipstream", *sys.argv[1:]])
+        display.say(f"stopped at step {trained.position.step}, saved. Resume with: {again}")
+        return
+    exported = export_run(run.folder, run.folder / "export", replace=True)
+    display.say(f"export: {exported}")
+    if config.decode_prompts and run.heldout is not None:
+        from slipstream.decoding.evaluate import decode_after_training
+
+        decode_after_training(run, exported, display.console)
+
+
+def run_eval(config: EvalConfig) -> None:
+    from slipstream.decoding.evaluate import run_eval as evaluate
+
+    evaluate(config)
+
+
+def run_export(config: ExportConfig) -> None:
+    from slipstream.export.zlab import export_run
+
+    print(f"export: {export_run(Path(config.checkpoint), Path(config.output_dir), replace=False)}")
+
+
+VERBS: dict[str, tuple[type, Callable[[Any], None]]] = {
+    "prepare": (PrepareConfig, run_prepare),
+    "cache": (CacheConfig, run_cache),
+    "train": (TrainConfig, run_train),
+    "eval": (EvalConfig, run_eval),
+    "export": (ExportConfig, run_export),
+}
+
+
+def parse(cls: type, verb: str, args: list[str]) -> Any:
+    """A verb's settings from its flags over its recipe. tyro ends the process itself for `--help` and
+    unknown flags.
+    """
+    import tyro
+
+    values, rest, where = {}, [], ""
+    while args:
+        arg = args.pop(0)
+        if arg == "--config" or arg.startswith("--config="):
+            path = arg.partition("=")[2] or (args.pop(0) if args else "")
+            values.update(read_yaml(path))
+            where = path
+        else:
+            rest.append(arg)
+    default = from_dict(cls, values, where) if values else cls()
+    config = tyro.cli(cls, prog=f"slipstream {verb}", default=default, args=rest)
+    check_required(config, f"slipstream {verb}")
+    return config
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [a for a in args if a != "--debug"]
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    verb = args.pop(0)
+    try:
+        if verb == "--version":
+            from slipstream import __version__
+
+            print(f"slipstream {__version__}")
+            return 0
+        if verb not in VERBS:
+            raise UserError(
+                f"slipstream {verb}: no such verb{nearest(verb, VERBS)}: one of {', '.join(VERBS)}"
+            )
+        cls, run = VERBS[verb]
+        config = parse(cls, verb, args)
+        set_process_environment()
+        run(config)
+    except UserError as e:
+        if debug:
+            raise
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,357 @@
+"""Settings of every verb: frozen dataclasses, read from a YAML recipe and flags, checked once.
+
+One flat dataclass a verb: the flag `--max-anchors`, the YAML key `max_anchors` and the field are one name.
+Flags win over YAML, YAML over defaults. This is the only module that reads YAML or environment variables; it
+imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+C = TypeVar("C")
+
+
+class UserError(ValueError):
+    """Something the user can mend. The message is one line: what, where, how to mend it. Exit code 2."""
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Chats or ready token ids → token shards with a manifest."""
+
+    input: tuple[str, ...] = ()
+    """JSONL files (`.gz` too): a conversation a line as `messages`, `conversations`, or
+    `prompt_ids`+`response_ids`.
+    """
+    output_dir: str = ""
+    """Folder for the shards and their manifest; must be new or empty."""
+    tokenizer: str = ""
+    """The target's folder or hub name: its tokenizer and chat template render the conversations."""
+    max_length: int = 8192
+    """Longest document in tokens; `on_long` says what happens to a longer one."""
+    on_long: Literal["truncate", "split", "reject"] = "truncate"
+    """What to do with a longer document: cut its tail, cut it into several documents, or leave it out
+    (counted).
+    """
+    holdout: float = 0.02
+    """Share of conversations kept for validation, chosen by a hash of their tokens (so a copy never
+    leaks).
+    """
+    thinking: bool | None = None
+    """`enable_thinking` for templates that know it; unset leaves the template's own default."""
+    shard_tokens: int = 16_777_216
+    """Tokens a shard file holds at most."""
+    limit: int | None = None
+    """Read only that many conversations: for trying things out."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a drafter for a frozen target."""
+
+    # what goes in, where it goes
+    target_model: str = ""
+    """Folder or hub name of the target (a transformers causal LM)."""
+    data_dir: str = ""
+    """Prepared shards, or a folder of tokenised completions (Arrow, Parquet, JSONL)."""
+    output_dir: str = ""
+    """The run's folder: configuration, metrics, checkpoints, export. An interrupted run in it is resumed."""
+    taps_dir: str | None = None
+    """Taps recorded by `slipstream cache`; unset runs the target online."""
+
+    # the drafter's own geometry; only hidden size and vocabulary come from the target
+    layers: int = 5
+    """Decoder layers of the drafter."""
+    heads: int | None = None
+    """Query heads (default: 32 for hidden sizes from 2048, else hidden/64)."""
+    kv_heads: int | None = None
+    """Key/value heads (default: 8 for hidden sizes from 2048, else a third of the heads)."""
+    head_dim: int | None = None
+    """Width of a head (default: 128 for hidden sizes from 2048, else 64)."""
+    intermediate_size: int | None = None
+    """Width of the MLP (default: 3 × hidden size, rounded up to 256)."""
+    taps: int = 5
+    """How many target layers are read, spread evenly; ignored when `target_layer_ids` is given."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """0-based target layers whose output is read; never the last layer."""
+    block_size: int = 16
+    """Tokens a block holds, its anchor included: a pass drafts one fewer."""
+    mask_token_id: int | None = None
+    """An unused row of the target's embedding (default: known for the family, else an unused special
+    token).
+    """
+    sliding_window: int | None = None
+    """Context window of every drafter layer in tokens (default: unlimited)."""
+
+    # rows, blocks, loss
+    token_budget: int = 8192
+    """Tokens in a packed row."""
+    max_anchors: int = 512
+    """Most anchors drawn in a packed row."""
+    on_long: Literal["truncate", "split", "reject"] = "truncate"
+    """What to do with a document longer than the token budget."""
+    loss: Literal["decay", "dpace"] = "decay"
+    """Slot weights: exponential decay exp(−(k−1)/γ), or D-PACE (arXiv 2602.06036 and later work;
+    docs/training.md).
+    """
+    gamma: float | None = None
+    """γ of the decay (default: 7, 5, 4 for blocks of 16, 10, 8; else block/2 − 1, at least 1)."""
+    dpace_floor: float = 0.5
+    """The floor `a` of D-PACE: s = (1−a)·q + a."""
+    noise: float = 0.0
+    """Noise added to the tapped features in training: half-width (uniform) or deviation (gaussian); 0.05 is
+    usual.
+    """
+    noise_kind: Literal["uniform", "gaussian"] = "uniform"
+    """Shape of that noise."""
+
+    # optimisation
+    epochs: float = 6.0
+    """Passes over the rows; `max_steps` and `max_minutes` may end the run earlier."""
+    max_steps: int | None = None
+    """Optimiser steps in all, whatever the epochs say."""
+    max_minutes: float | None = None
+    """Training time after which the run ends in order; the schedule follows the clock when this bound is
+    nearer.
+    """
+    accumulation: int = 1
+    """Packed rows per optimiser step."""
+    lr: float = 6e-4
+    """Peak learning rate of AdamW."""
+    warmup: float = 0.04
+    """Share of the steps spent warming up; a cosine to zero follows."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moments."""
+    clip: float = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+    seed: int = 0
+    """Seed of weights, row order, anchors and noise."""
+
+    # machine
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the target and of the drafter's matrix work; masters, reductions and losses are always
+    fp32.
+    """
+    attention: Literal["auto", "flex", "documents", "dense"] = "auto"
+    """Block attention: compiled flex (CUDA), dense one document at a time (CPU), or dense (the oracle)."""
+    compile: bool = True
+    """Compile the drafter's layers on CUDA; `--no-compile` for debugging."""
+    dp_pairs: int = 0
+    """Pairs of a target GPU and a drafter GPU; 0 chooses by what is there."""
+
+    # watching
+    log_interval: int = 10
+    """Optimiser steps between two lines of metrics."""
+    save_interval: int = 500
+    """Optimiser steps between two checkpoints; the last step is always saved."""
+    keep_checkpoints: int = 2
+    """Newest complete checkpoints kept."""
+    eval_interval: int = 500
+    """Optimiser steps between two validations; the last step is always validated."""
+    eval_rows: int = 8
+    """Packed held-out rows a validation reads."""
+    decode_prompts: int = 8
+    """Held-out prompts decoded with the exported drafter at the end; 0 leaves that out."""
+    decode_tokens: int = 64
+    """New tokens per decoded prompt."""
+    plan: bool = False
+    """Print placement, geometry, rows and steps, and exit."""
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Record the target's taps of every packed row, so that training needs no target pass."""
+
+    target_model: str = ""
+    """Folder or hub name of the target."""
+    data_dir: str = ""
+    """Prepared shards, or a folder of tokenised completions."""
+    output_dir: str = ""
+    """Folder for the taps; must be new, or an unfinished cache of the same settings (it is continued)."""
+    taps: int = 5
+    """How many target layers are read; as in `train`."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """0-based target layers whose output is read; as in `train`."""
+    token_budget: int = 8192
+    """Tokens in a packed row; as in `train`."""
+    on_long: Literal["truncate", "split", "reject"] = "truncate"
+    """As in `train`."""
+    limit_rows: int | None = None
+    """Record only the first rows of the plan's packing: training then sees these rows only."""
+    heldout_rows: int = 8
+    """Held-out rows recorded for validation."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the target and of the stored taps."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Decode prompts with and without the drafter; τ, acceptance by slot, baselines, speed, losslessness."""
+
+    target_model: str = ""
+    """Folder or hub name of the target."""
+    drafter: str = ""
+    """An exported drafter (z-lab layout)."""
+    prompts: tuple[str, ...] = ()
+    """Prompt files (JSONL with `turns`, `messages`, `prompt_ids` or `prompt`), or a prepared folder: its
+    held-out part.
+    """
+    max_prompts: int = 16
+    """Prompts taken from each file, the first ones."""
+    max_new_tokens: int = 128
+    """New tokens per prompt."""
+    temperature: float = 0.0
+    """0 is greedy; above it, rejection sampling."""
+    block_size: int | None = None
+    """Tokens in a block; at most the trained size, which is the default."""
+    control: bool = False
+    """Decode also with an untrained drafter of the same geometry."""
+    ngram_data: str | None = None
+    """Prepared folder whose training answers make the n-gram table baseline."""
+    lossless_tokens: int = 64
+    """New tokens per prompt compared with plain decoding in fp32; 0 leaves the proof out."""
+    output: str | None = None
+    """JSON file for the figures."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the timed decoding; the losslessness proof always runs in fp32."""
+    seed: int = 0
+    """Seed of the sampling and of the control's weights."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write a checkpoint as a drafter that serving engines load (z-lab / SGLang layout)."""
+
+    checkpoint: str = ""
+    """A run folder (its newest complete checkpoint is taken) or one checkpoint's folder."""
+    output_dir: str = ""
+    """Folder to write; must be new or empty."""
+
+
+REQUIRED: dict[type, tuple[str, ...]] = {
+    PrepareConfig: ("input", "output_dir", "tokenizer"),
+    TrainConfig: ("target_model", "data_dir", "output_dir"),
+    CacheConfig: ("target_model", "data_dir", "output_dir"),
+    EvalConfig: ("target_model", "drafter", "prompts"),
+    ExportConfig: ("checkpoint", "output_dir"),
+}
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """` (did you mean 'x'?)` for the closest known name, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{path}: cannot read this recipe: {e.strerror}") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(e).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a recipe is a mapping of settings, found a {type(values).__name__}")
+    return values
+
+
+def from_dict(cls: type[C], values: dict[str, Any], where: str) -> C:
+    """A config of `cls` from plain values; unknown keys and wrong types are `UserError`s that name
+    `where`.
+    """
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    out = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise UserError(f"{where}: unknown setting {key!r}{nearest(name, known)}")
+        out[name] = _coerce(value, hints[name], f"{where}: {key}")
+    return cls(**out)
+
+
+def _coerce(value: Any, hint: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _coerce(value, next(a for a in args if a is not type(None)), where)
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{where}: {value!r} is not one of {', '.join(map(str, args))}")
+        return value
+    if origin is tuple:
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_coerce(v, args[0], where) for v in items)
+    if hint is float and isinstance(value, str):  # YAML 1.1 reads 6e-4 as text
+        try:
+            return float(value)
+        except ValueError:
+            raise UserError(f"{where}: {value!r} is not a number") from None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise UserError(f"{where}: expected {hint.__name__}, found {value!r}")
+    return value
+
+
+def to_yaml(config: Any) -> str:
+    values = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def check_required(config: Any, how: str) -> None:
+    values = dataclasses.asdict(config)
+    for name in REQUIRED[type(config)]:
+        if not values[name]:
+            raise UserError(f"{how}: --{name.replace('_', '-')} is missing")
+
+
+def set_process_environment() -> None:
+    """Defaults that must stand before torch is imported; a user's own setting is left alone."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def default_gamma(block_size: int) -> float:
+    """γ of the decay by block size (arXiv 2602.06036: 7, 5, 4 for 16, 10, 8)."""
+    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, block_size / 2 - 1))
+
+
+__all__ = [
+    "CacheConfig",
+    "EvalConfig",
+    "ExportConfig",
+    "PrepareConfig",
+    "TrainConfig",
+    "UserError",
+    "check_required",
+    "default_gamma",
+    "from_dict",
+    "nearest",
+    "read_yaml",
+    "set_process_environment",
+    "to_yaml",
+]

@@ -1,0 +1,152 @@
+"""How taps reach the drafter's step: straight from the target (`online_taps`) or from disk (`TapCache`).
+
+A link is a function row → taps [S, T·H]. The disk link records every packed row once: for small targets and
+many epochs the target then costs nothing. Links between devices come with split placement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.config import UserError
+from slipstream.data.pack import Row
+from slipstream.models.target import Target
+
+TapLink = Callable[[Row], Tensor]
+FACTS = "taps.json"
+
+
+@dataclass(frozen=True)
+class TapFacts:
+    """What recorded taps belong to; a training run with any other is refused."""
+
+    target: str
+    target_layer_ids: tuple[int, ...]
+    width: int
+    """T·H features a token."""
+    dtype: str
+    token_budget: int
+    packing: str
+    """Fingerprint of the packed training rows."""
+    heldout_packing: str
+    rows: int
+    heldout_rows: int
+
+
+def target_fingerprint(target: Target) -> str:
+    """Hash of the names, shapes and a sample of the values of all weights; independent of where they were
+    loaded from.
+    """
+    digest = hashlib.sha256()
+    for name, weight in target.model.named_parameters():
+        sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)][:64]
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(sample.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class TapCache:
+    """Taps on disk: one safetensors file a packed row, padding left out."""
+
+    def __init__(self, folder: Path, facts: TapFacts) -> None:
+        self.folder, self.facts = folder, facts
+
+    @staticmethod
+    def open(folder: str | Path) -> TapCache:
+        folder = Path(folder)
+        try:
+            values = json.loads((folder / FACTS).read_text())
+        except (OSError, json.JSONDecodeError):
+            raise UserError(
+                f"{folder / FACTS}: not there or broken: record taps with `slipstream cache`"
+            ) from None
+        values["target_layer_ids"] = tuple(values["target_layer_ids"])
+        return TapCache(folder, TapFacts(**values))
+
+    @staticmethod
+    def create(folder: str | Path, facts: TapFacts) -> TapCache:
+        """A new cache, or an unfinished one of the same facts. Another's folder is a `UserError`."""
+        folder = Path(folder)
+        if (folder / FACTS).exists():
+            cache = TapCache.open(folder)
+            cache.check(facts)
+            return cache
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"{folder}: is not empty and holds no taps: give a new --output-dir")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / FACTS, json.dumps(asdict(facts), indent=2).encode())
+        return TapCache(folder, facts)
+
+    def check(self, wanted: TapFacts) -> None:
+        """Every fact must be the wanted one; more recorded rows than wanted are fine."""
+        mine, theirs = asdict(self.facts), asdict(wanted)
+        for name, value in mine.items():
+            fits = value >= theirs[name] if name in ("rows", "heldout_rows") else value == theirs[name]
+            if not fits:
+                raise UserError(
+                    f"{self.folder}: taps were recorded with {name} = {value}, this run has {theirs[name]}: "
+                    "record them again or give the same settings"
+                )
+
+    def path(self, split: str, row_id: int) -> Path:
+        return self.folder / split / f"row_{row_id:07d}.safetensors"
+
+    def has(self, split: str, row_id: int) -> bool:
+        return self.path(split, row_id).exists()
+
+    def write(self, split: str, row: Row, taps_ST: Tensor) -> None:
+        path, used = self.path(split, row.row_id), row.spans()[-1][1]
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_suffix(".partial")
+        save_file({"taps": taps_ST[:used].contiguous().cpu()}, partial)
+        os.replace(partial, path)
+
+    def link(self, split: str, device: torch.device) -> TapLink:
+        def read(row: Row) -> Tensor:
+            path = self.path(split, row.row_id)
+            try:
+                taps = load_file(path)["taps"]
+            except (OSError, SafetensorError) as e:
+                raise UserError(f"{path}: cannot be read ({e}): run `slipstream cache` again") from None
+            out = taps.new_zeros(len(row.input_ids), taps.shape[1])
+            out[: len(taps)] = taps
+            return out.to(device, non_blocking=True)
+
+        return read
+
+
+def online_taps(target: Target) -> TapLink:
+    return target.taps
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Refuse before the first byte what cannot fit. `needed` in bytes."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise UserError(
+            f"{folder}: the taps need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: "
+            "free space, record fewer rows (--limit-rows) or train online"
+        )
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(partial, path)

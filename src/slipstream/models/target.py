@@ -1,0 +1,326 @@
+"""The frozen target: loading, taps, embedding, head, and cached decoding passes.
+
+A target is any causal language model of transformers. Here it is loaded, checked for what a user can get wrong, frozen, and
+read: `taps` gives the outputs of chosen layers for a packed row, `decode_step` one cached pass of decoding. What families
+differ in is in families.py, the start-up proof that all of it is right in selfcheck.py, rolling a cache back in decoding/.
+
+Shapes: S tokens of a packed row · n tokens of a decoding pass · B documents padded to L in a sub-batch · T taps ·
+H hidden size · V vocabulary (rows of the embedding).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from slipstream.config import UserError
+from slipstream.data.pack import Row
+from slipstream.models.families import Isolation, family_of
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+Span = tuple[int, int]
+
+# Documents share an unpacked sub-batch while its padding stays below this share of it.
+MAX_PADDING = 0.25
+# Sub-batches no longer than this are padded freely: a pass that short costs its overhead, not its tokens.
+SHORT = 64
+
+
+def default_target_layer_ids(num_layers: int, taps: int) -> tuple[int, ...]:
+    """`taps` layers spread over a target of `num_layers`: round(1 + i·(n−4)/(T−1)), half to even; n//2 for one tap.
+
+    0-based ids of layers whose output is read; never the last layer. Source: arXiv 2602.06036, released checkpoints.
+    Raises `UserError` when the target has too few layers for that many distinct taps.
+    """
+    if taps < 1:
+        raise UserError(f"--taps {taps}: at least one layer of the target must be read")
+    if taps == 1:
+        ids: tuple[int, ...] = (num_layers // 2,)
+    else:
+        ids = tuple(round(1 + i * (num_layers - 4) / (taps - 1)) for i in range(taps))
+    if len(set(ids)) < taps or min(ids) < 0 or max(ids) >= num_layers - 1:
+        raise UserError(
+            f"--taps {taps}: a target of {num_layers} layers is too shallow for that many: lower --taps or name "
+            f"--target-layer-ids between 0 and {num_layers - 2}"
+        )
+    return ids
+
+
+def check_target_layer_ids(ids: tuple[int, ...], num_layers: int) -> None:
+    """Raises `UserError` unless the ids are ascending, distinct, and layers of the target before its last."""
+    for i in ids:
+        if not 0 <= i < num_layers - 1:
+            why = " (the last layer's output is never read)" if i == num_layers - 1 else ""
+            raise UserError(
+                f"--target-layer-ids {i} is out of range{why}: this target has {num_layers} layers, name ids "
+                f"between 0 and {num_layers - 2}"
+            )
+    if not ids or list(ids) != sorted(set(ids)):
+        raise UserError(f"--target-layer-ids {' '.join(map(str, ids))}: name distinct layers in ascending order")
+
+
+@dataclass(frozen=True)
+class Head:
+    """The target's frozen output head: logits = softcap·tanh(x·multiplier/softcap) of x = hidden Wᵀ + b."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    multiplier: float
+    softcap: float | None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] after a final norm → [..., V], in the dtype of `hidden`, which must be the weight's."""
+        return self.scale(F.linear(hidden, self.weight_VH, self.bias_V))
+
+    def scale(self, product: Tensor) -> Tensor:
+        """Multiplier and softcap on hidden Wᵀ + b of any slice of the vocabulary."""
+        if self.multiplier != 1.0:
+            product = product * self.multiplier
+        if self.softcap is not None:
+            product = self.softcap * torch.tanh(product / self.softcap)
+        return product
+
+
+class _LastTapReached(Exception):
+    """Ends a target pass at its last tap: nothing after it is wanted."""
+
+
+class Target:
+    """A frozen causal LM read through its layers' outputs. One per process and model; one thread uses it.
+
+    The hooks are installed once and do nothing but during a pass of this class, so that `model` can be used beside it.
+    """
+
+    def __init__(self, model: PreTrainedModel, target_layer_ids: tuple[int, ...]) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.decoder: nn.Module = model.get_decoder()
+        self.config: PreTrainedConfig = model.config.get_text_config()
+        facts = self.config.to_dict()
+        self.model_type: str = facts["model_type"]
+        self.family = family_of(self.model_type)
+        self.isolation: Isolation = self.family.isolation
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.rope_theta = _rope_theta(facts)
+        self.sliding_window: int | None = facts.get("sliding_window")
+        self.layers = _decoder_layers(self.decoder, self.num_layers)
+        check_target_layer_ids(target_layer_ids, self.num_layers)
+        self.target_layer_ids = target_layer_ids
+
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        assert isinstance(embedding, nn.Embedding), f"{self.model_type}: input embeddings are no table"
+        assert isinstance(output, nn.Linear), f"{self.model_type}: the output head is not linear"
+        self.embedding_VH: Tensor = embedding.weight
+        self.vocab_size: int = embedding.weight.shape[0]
+        self.input_embedding_scale = float(self.family.embedding_scale(facts))
+        self.head = Head(
+            output.weight,
+            output.bias,
+            float(self.family.logit_multiplier(facts)),
+            facts.get("final_logit_softcapping"),
+        )
+        self.device, self.dtype = embedding.weight.device, embedding.weight.dtype
+        # transformers renamed `past_key_values` to `cache` between 5.17 and 5.24, model by model.
+        named = inspect.signature(self.decoder.forward).parameters
+        self._cache_argument = "cache" if "cache" in named else "past_key_values"
+        self._taps: list[Tensor] | None = None
+        self._stop = False
+        for i in target_layer_ids:
+            self.layers[i].register_forward_hook(self._tap_hook(i == target_layer_ids[-1]))
+
+    def _tap_hook(self, last: bool) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            if self._taps is None:
+                return
+            self._taps.append(output if isinstance(output, Tensor) else output[0])
+            if last and self._stop:
+                raise _LastTapReached
+
+        return hook
+
+    @torch.no_grad()
+    def taps(self, row: Row) -> Tensor:
+        """Outputs of the tapped layers for a packed row, every document read as if it were alone.
+
+        [S, T·H] in the target's dtype on its device, taps side by side in ascending order, zeros at padding. The pass
+        ends at the last tap: no later layer, no final norm, no logits.
+        """
+        taps_SC = torch.zeros(
+            len(row.input_ids), len(self.target_layer_ids) * self.hidden_size, dtype=self.dtype, device=self.device
+        )
+        spans = row.spans()
+        if self.isolation == "packed" and len(spans) > 1:
+            end = spans[-1][1]
+            taps = self._pass_to_last_tap(row.input_ids[None, :end], row.positions[None, :end], self._masks(row, end))
+            taps_SC[:end] = torch.cat(taps, dim=-1)[0]
+            return taps_SC
+        for group in group_spans(spans, len(row.input_ids)):
+            self._read_group(row, group, taps_SC)
+        return taps_SC
+
+    def _read_group(self, row: Row, group: list[Span], out_SC: Tensor) -> None:
+        """Reads documents as one right-padded batch: a causal model needs no mask for padding that comes after."""
+        longest = max(end - start for start, end in group)
+        ids_BL = torch.zeros(len(group), longest, dtype=torch.int64)
+        for b, (start, end) in enumerate(group):
+            ids_BL[b, : end - start] = row.input_ids[start:end]
+        positions_BL = torch.arange(longest).expand(len(group), longest)
+        taps = self._pass_to_last_tap(ids_BL, positions_BL, None)
+        to = torch.cat([torch.arange(start, end) for start, end in group]).to(self.device)
+        of = torch.cat([b * longest + torch.arange(end - start) for b, (start, end) in enumerate(group)])
+        of = of.to(self.device)
+        for t, tap_BLH in enumerate(taps):
+            out_SC[to, t * self.hidden_size : (t + 1) * self.hidden_size] = tap_BLH.flatten(0, 1)[of]
+
+    def _masks(self, row: Row, end: int) -> Tensor | dict[str, Tensor]:
+        """Block-diagonal causal masks [1, 1, end, end], True where a key is seen."""
+        documents = row.documents[:end].to(self.device)
+        index = torch.arange(end, device=self.device)
+        ahead = index[:, None] - index[None, :]
+        full = (documents[:, None] == documents[None, :]) & (ahead >= 0)
+        if not self.family.masks_by_layer_type:
+            return full[None, None]
+        masks = {FULL: full[None, None]}
+        if self.sliding_window is not None:
+            masks[SLIDING] = (full & (ahead < self.sliding_window))[None, None]
+        return masks
+
+    def _pass_to_last_tap(self, ids: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None) -> list[Tensor]:
+        self._taps, self._stop = [], True
+        try:
+            self.decoder(
+                input_ids=ids.to(self.device),
+                position_ids=positions.to(self.device),
+                attention_mask=mask,
+                use_cache=False,
+            )
+        except _LastTapReached:
+            return self._taps
+        finally:
+            self._taps, self._stop = None, False
+        raise AssertionError("the pass never reached its last tap")
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache for `decode_step`, of the layer kinds this target has (full, sliding, linear)."""
+        return DynamicCache(config=self.config)
+
+    @torch.no_grad()
+    def decode_step(self, ids_n: Tensor, cache: DynamicCache, start: int) -> tuple[Tensor, Tensor]:
+        """One cached pass over n tokens at positions start … start+n−1; `cache` holds the tokens before and is extended.
+
+        Logits [n, V] and taps [n, T·H], in the target's dtype on its device.
+        """
+        ids = ids_n.to(self.device)
+        self._taps = []
+        try:
+            output = self.decoder(
+                input_ids=ids[None],
+                position_ids=torch.arange(start, start + len(ids), device=self.device)[None],
+                use_cache=True,
+                **{self._cache_argument: cache},
+            )
+            taps_nC = torch.cat(self._taps, dim=-1)[0]
+        finally:
+            self._taps = None
+        return self.head.logits(output.last_hidden_state[0]), taps_nC
+
+
+def group_spans(spans: list[Span], budget: int) -> list[list[Span]]:
+    """Documents (start, end) → sub-batches of like length: longest first, padded size at most `budget` tokens (a longer
+    document stands alone), padding at most `MAX_PADDING` of a sub-batch unless it is `SHORT`."""
+    groups: list[list[Span]] = []
+    longest = used = 0
+    for span in sorted(spans, key=lambda s: (s[0] - s[1], s[0])):
+        length = span[1] - span[0]
+        padded = (len(groups[-1]) + 1) * longest if groups else 0
+        wasteful = longest > SHORT and padded - used - length > MAX_PADDING * padded
+        if not groups or padded > budget or wasteful:
+            groups.append([])
+            longest, used = length, 0
+        groups[-1].append(span)
+        used += length
+    return groups
+
+
+def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The decoder's stack of layers: its only child list of that length, whatever its name (`layers`, `h`, …)."""
+    lists = [m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if len(lists) != 1:
+        raise UserError(
+            f"target: {type(decoder).__name__} has no single list of {num_layers} decoder layers: "
+            "this kind of model cannot be tapped"
+        )
+    return lists[0]
+
+
+def _rope_theta(facts: dict) -> float:
+    """The base of the target's rotary embedding; of its full-attention layers where kinds differ; 10000 if it has none."""
+    rope = facts.get("rope_parameters") or {}
+    rope = rope.get(FULL, rope)
+    return float(rope.get("rope_theta", 10000.0))
+
+
+def check_vocab(target: Target, max_token_id: int) -> None:
+    """Raises `UserError` when data holds a token id that is no row of the target's embedding."""
+    if max_token_id >= target.vocab_size:
+        raise UserError(
+            f"data: token id {max_token_id} is beyond the target's {target.vocab_size} embedding rows: the shards "
+            "were made with another tokenizer; run `slipstream prepare` with the target's own"
+        )
+
+
+def load_target(
+    path: str, target_layer_ids: tuple[int, ...] | None, taps: int, device: torch.device, dtype: torch.dtype
+) -> Target:
+    """Loads a causal LM from a folder (or hub name), frozen, on `device` in `dtype`.
+
+    `target_layer_ids` None spreads `taps` of them. Raises `UserError` for a missing or broken folder, a model that is
+    no causal LM, weights that are missing from the files, and taps out of range.
+    """
+    config = _load_config(path)
+    text = config.get_text_config()
+    if "num_hidden_layers" not in text.to_dict():
+        raise UserError(f"{path}: a {config.model_type} model has no decoder layers to tap: name a causal language model")
+    if target_layer_ids is None:
+        target_layer_ids = default_target_layer_ids(text.num_hidden_layers, taps)
+    check_target_layer_ids(target_layer_ids, text.num_hidden_layers)
+    # A mask of our own is only read by these two implementations; SDPA is the faster.
+    attention = "sdpa" if family_of(text.model_type).isolation == "packed" else None
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        raise UserError(f"{path}: cannot load this target: {_one_line(e)}") from e
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{path}: {len(missing)} weights are not in the files ({missing[0]}, …) and would be random: "
+            "name a complete causal language model"
+        )
+    return Target(model.to(device), tuple(target_layer_ids))
+
+
+def _load_config(path: str) -> PreTrainedConfig:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not Path(path).is_dir():
+        raise UserError(f"{path}: no such folder: --target-model names a model's folder (or a hub name)")
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise UserError(f"{path}: no config.json there: --target-model names the folder of a transformers model")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path}: cannot read this target's configuration: {_one_line(e)}") from e
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:297] + "…"

@@ -1,0 +1,142 @@
+"""Block attention in three ways of one predicate (training/blocks.py): compiled flex, dense by document,
+dense.
+
+`flex` is the GPU's: fused, its memory does not grow with queries × keys. `documents` is the CPU's (flex has
+no backward there): dense attention over one document's blocks and context at a time, 10–30× less work than a
+dense row of chats. `dense` is the oracle of both. A flex call that would not be fused is an error here,
+never a slow success.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from slipstream.config import UserError
+from slipstream.models.drafter import Attend, DrafterConfig
+from slipstream.training.blocks import Blocks, visibility
+
+
+def choose_attention(asked: str, device: torch.device) -> str:
+    """`flex`, `documents` or `dense` for this device. Raises `UserError` for what cannot train there."""
+    if asked == "auto":
+        return "flex" if device.type == "cuda" else "documents"
+    if asked == "flex" and device.type != "cuda":
+        raise UserError(
+            "--attention flex: flex_attention has no backward on a CPU: use auto, documents or dense"
+        )
+    if asked != "flex" and device.type == "cuda":
+        raise UserError(
+            f"--attention {asked}: dense attention on a GPU grows with queries × keys "
+            "(100 GiB at 8192 × 16384): use flex"
+        )
+    return asked
+
+
+def make_attend(kind: str, blocks: Blocks, config: DrafterConfig) -> Attend:
+    """The attention function of one row's blocks, for `Drafter.forward`."""
+    if kind == "flex":
+        return flex_attend(blocks, config, compiled_flex_attention())
+    if kind == "documents":
+        return documents_attend(blocks, config)
+    assert kind == "dense", kind
+    return dense_attend(blocks, config)
+
+
+def dense_attend(blocks: Blocks, config: DrafterConfig) -> Attend:
+    """Every query against every key of the row under a boolean mask: the oracle."""
+    masks = {kind: dense_mask(blocks, config, kind) for kind in set(config.layer_types)}
+
+    def attend(kind: str, q: Tensor, k_ctx: Tensor, v_ctx: Tensor, k_blk: Tensor, v_blk: Tensor) -> Tensor:
+        k, v = torch.cat((k_ctx, k_blk), dim=1), torch.cat((v_ctx, v_blk), dim=1)
+        return sdpa(q, k, v, masks[kind])
+
+    return attend
+
+
+def dense_mask(blocks: Blocks, config: DrafterConfig, layer_type: str) -> Tensor:
+    """The predicate as a boolean matrix [Q, S+Q]."""
+    device = blocks.anchors_N.device
+    queries = blocks.anchors_N.shape[0] * blocks.block_size
+    keys = blocks.context_documents_S.shape[0] + queries
+    seen = visibility(blocks, config.window(layer_type), config.causal(layer_type))
+    return seen(torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)[None, :])
+
+
+def documents_attend(blocks: Blocks, config: DrafterConfig) -> Attend:
+    """Dense attention one document at a time: queries, context and block keys of a document are three
+    slices.
+    """
+    size, context = blocks.block_size, blocks.context_documents_S.shape[0]
+    spans, masks = [], {kind: [] for kind in set(config.layer_types)}
+    for g in blocks.groups:
+        ctx, blk = slice(g.context_start, g.context_end), slice(g.first_block * size, g.last_block * size)
+        spans.append((ctx, blk))
+        q = torch.arange(blk.start, blk.stop)
+        k = torch.cat((torch.arange(ctx.start, ctx.stop), q + context))
+        for kind, made in masks.items():
+            made.append(visibility(blocks, config.window(kind), config.causal(kind))(q[:, None], k[None, :]))
+
+    def attend(kind: str, q: Tensor, k_ctx: Tensor, v_ctx: Tensor, k_blk: Tensor, v_blk: Tensor) -> Tensor:
+        out = []
+        for (ctx, blk), mask in zip(spans, masks[kind], strict=True):
+            k = torch.cat((k_ctx[:, ctx], k_blk[:, blk]), dim=1)
+            v = torch.cat((v_ctx[:, ctx], v_blk[:, blk]), dim=1)
+            out.append(sdpa(q[:, blk], k, v, mask))
+        return torch.cat(out, dim=1)
+
+    return attend
+
+
+def sdpa(q_nQD: Tensor, k_nKD: Tensor, v_nKD: Tensor, mask_QK: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q_nQD[None], k_nKD[None], v_nKD[None], attn_mask=mask_QK, enable_gqa=True
+    )[0]
+
+
+def flex_attend(blocks: Blocks, config: DrafterConfig, kernel: Callable[..., Tensor]) -> Attend:
+    """Fused attention through `kernel`, a compiled `flex_attention`, with one block mask a layer type."""
+    masks = {kind: flex_mask(blocks, config, kind) for kind in set(config.layer_types)}
+
+    def attend(kind: str, q: Tensor, k_ctx: Tensor, v_ctx: Tensor, k_blk: Tensor, v_blk: Tensor) -> Tensor:
+        k, v = torch.cat((k_ctx, k_blk), dim=1), torch.cat((v_ctx, v_blk), dim=1)
+        return kernel(q[None], k[None], v[None], block_mask=masks[kind], enable_gqa=True)[0]
+
+    return attend
+
+
+def flex_mask(blocks: Blocks, config: DrafterConfig, layer_type: str) -> BlockMask:
+    """The predicate as flex's block mask: built by a compiled function on CUDA (0.25 ms; seconds when it is
+    not).
+    """
+    seen = visibility(blocks, config.window(layer_type), config.causal(layer_type))
+
+    def mask_mod(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return seen(q, k)
+
+    device = blocks.anchors_N.device
+    queries = blocks.anchors_N.shape[0] * blocks.block_size
+    build = compiled_block_mask() if device.type == "cuda" else create_block_mask
+    return build(mask_mod, None, None, queries, blocks.context_documents_S.shape[0] + queries, device=device)
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    """One compiled `flex_attention` a process. `fullgraph` and the warnings below make a dense fall-back an
+    error.
+
+    Seen elsewhere at 8192 × 16384: fused 2–7 ms and 0.3 GiB a layer; the silent dense fall-back 105 GiB.
+    """
+    warnings.filterwarnings("error", message=".*flex_attention called without torch.compile.*")
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+@functools.cache
+def compiled_block_mask() -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask, fullgraph=True, dynamic=False)

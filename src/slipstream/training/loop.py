@@ -1,0 +1,266 @@
+"""The training loop, top to bottom: rows → taps → blocks → loss → update, with validation, checkpoints and
+metrics.
+
+One process, one device. What a run is made of (data, target, drafter, links) is put together in setup.py;
+here is what happens every step. Nothing in a step reads the device except at log, validation and save steps.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.config import TrainConfig, UserError
+from slipstream.data.pack import Row
+from slipstream.distributed.link import TapLink
+from slipstream.models.selfcheck import tap_health
+from slipstream.training.attention import make_attend
+from slipstream.training.blocks import Blocks, add_noise, draw_anchors, make_blocks
+from slipstream.training.checkpoint import Position, complete_checkpoints, load_checkpoint, save_checkpoint
+from slipstream.training.loss import BlockLoss, block_loss
+from slipstream.training.metrics import Display, MetricsFile, SlotMeter, Stillness
+from slipstream.training.setup import Run
+
+VALIDATION_SEED = 7_777_777
+"""Anchors of the validation: fixed, so that two evaluations differ only by the weights."""
+STILL_AFTER = 20
+"""Steps after which every trainable tensor must have moved."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a run ended."""
+
+    position: Position
+    validation: dict[str, Any] | None
+    interrupted: bool
+
+
+def train(run: Run, display: Display) -> Trained:
+    """Train `run.drafter` to the end of its plan, or to the first SIGTERM/SIGINT; always leaves a
+    checkpoint.
+    """
+    config, drafter, device = run.config, run.drafter, run.device
+    parameters = list(drafter.parameters())
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.lr, betas=config.betas, eps=1e-8, weight_decay=config.weight_decay, foreach=True
+    )
+    position = Position(step=0, seconds=0.0, labels=0, fingerprint=run.fingerprint)
+    if found := complete_checkpoints(run.folder):
+        position = load_checkpoint(found[-1], drafter, optimizer, run.fingerprint)
+        display.say(f"resume: {found[-1]} (step {position.step})")
+    metrics = MetricsFile(run.folder / "metrics.jsonl", position.step)
+    meter = SlotMeter(config.block_size, device)
+    stillness = Stillness(drafter)
+    first_step, began = position.step, time.monotonic()
+    validation, tokens, window_began = None, 0, began
+
+    display.start("train", run.steps, position.step)
+    with StopSignal() as stop:
+        while not finished(position, run) and not stop.requested:
+            # one optimiser step: sums over the rows of the step, divided once
+            step = position.step
+            weight = torch.zeros((), device=device)
+            learning_rate = config.lr * schedule(progress(position, run), config.warmup)
+            for epoch, index in run.plan.step_rows(step):
+                row = run.rows.row(index)
+                loss, blocks = row_loss(run, row, run.taps, (config.seed, epoch, 0), config.noise)
+                loss.total.backward()
+                weight += loss.weight
+                meter.add(loss, blocks, int(row.supervised.sum()))
+                position = advance(position, labels=int(blocks.valid_NB.sum()) if device.type == "cpu" else 0)
+                tokens += int((row.documents >= 0).sum())
+            norm = update(parameters, optimizer, weight, config, learning_rate)
+            seconds = position.seconds + time.monotonic() - began
+            position, began = advance(position, steps=1, seconds=seconds), time.monotonic()
+
+            log = position.step % config.log_interval == 0 or position.step == run.steps or step == first_step
+            save = position.step % config.save_interval == 0
+            if (log or save or device.type == "cpu") and not math.isfinite(float(norm)):
+                refuse_non_finite(run, step)
+            if log:
+                now = time.monotonic()
+                facts = meter.read()
+                speed = tokens / (now - window_began)
+                tokens, window_began = 0, now
+                extra = {"lr": learning_rate, "grad_norm": float(norm), "tokens_per_second": speed}
+                metrics.write("train", position.step, **facts, **extra, **memory(device))
+                line = f"loss {facts['loss']:.4f}  τ {facts['tau']:.3f}  lr {learning_rate:.1e}  {speed:,.0f} tok/s"
+                display.advance(position.step, line, line=True)
+                alarm_still(stillness, position.step - first_step, position.step, metrics, display)
+            else:
+                display.advance(position.step)
+            if position.step % config.eval_interval == 0 and run.heldout is not None:
+                validation = validate(run)
+                report_validation(validation, position.step, metrics, display)
+                began = time.monotonic()
+            if save:
+                save_checkpoint(run.folder, drafter, optimizer, position, config.keep_checkpoints)
+                began = time.monotonic()
+
+        interrupted = not finished(position, run)
+        if position.step > first_step or not complete_checkpoints(run.folder):
+            save_checkpoint(run.folder, drafter, optimizer, position, config.keep_checkpoints)
+    display.stop()
+    if run.heldout is not None and not interrupted:
+        validation = validate(run)
+        report_validation(validation, position.step, metrics, display)
+    return Trained(position, validation, interrupted)
+
+
+def row_loss(
+    run: Run, row: Row, link: TapLink, key: tuple[int, int, int], noise: float
+) -> tuple[BlockLoss, Blocks]:
+    """Taps, blocks and loss of one packed row; `key` is (seed, epoch, draw) and fixes anchors and noise."""
+    config, drafter = run.config, run.drafter
+    anchors = draw_anchors(row, config.max_anchors, key)
+    blocks = make_blocks(row, anchors, config.max_anchors, config.block_size, drafter.config.mask_token_id)
+    blocks = blocks.to(run.device)
+    taps_ST = link(row).to(run.dtype)
+    if run.device.type == "cpu" and (trouble := tap_health(taps_ST[: row.spans()[-1][1]], len(run.target.target_layer_ids))):
+        raise UserError(
+            f"row {row.row_id}: the target's features are {trouble}: training on them teaches nothing"
+        )
+    if noise:
+        taps_ST = add_noise(taps_ST, config.noise_kind, noise, row, key)
+    hidden_QH = drafter(
+        taps_ST,
+        blocks.context_positions_S,
+        embed(run, blocks.input_ids_NB.flatten()),
+        blocks.positions_NB.flatten(),
+        make_attend(run.attention, blocks, drafter.config),
+    )
+    return block_loss(hidden_QH, blocks, run.target.head, run.slot_weights), blocks
+
+
+def embed(run: Run, ids: Tensor) -> Tensor:
+    """Raw rows of the target's frozen embedding times the drafter's explicit scale, in the run's dtype."""
+    return F.embedding(ids, run.target.embedding_VH).to(run.dtype) * run.drafter.config.input_embedding_scale
+
+
+def update(
+    parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, weight: Tensor, config: TrainConfig, lr: float
+) -> Tensor:
+    """Divide the summed gradients by the summed weight, clip by the global norm, step; the norm before
+    clipping.
+
+    Rows without a valid slot add nothing to either sum; a step of only such rows leaves gradients of zero.
+    """
+    grads = []
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        grads.append(p.grad)
+    torch._foreach_div_(grads, weight.clamp(min=torch.finfo(torch.float32).tiny))  # pyright: ignore
+    norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip, foreach=True)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+@torch.no_grad()
+def validate(run: Run) -> dict[str, Any]:
+    """τ by teacher-forced prefix, per-slot accuracy and coverage on held-out rows with fixed anchors, no
+    noise.
+    """
+    assert run.heldout is not None
+    meter = SlotMeter(run.config.block_size, run.device)
+    for index in range(run.heldout.count):
+        row = run.heldout.row(index)
+        loss, blocks = row_loss(run, row, run.heldout_taps, (VALIDATION_SEED, 0, 0), noise=0.0)
+        meter.add(loss, blocks, int(row.supervised.sum()))
+    return meter.read()
+
+
+def progress(position: Position, run: Run) -> float:
+    """Share of the run that is done, by steps or by the clock where `max_minutes` comes first."""
+    by_steps = position.step / run.steps
+    if run.config.max_minutes is None:
+        return by_steps
+    return max(by_steps, position.seconds / (60 * run.config.max_minutes))
+
+
+def finished(position: Position, run: Run) -> bool:
+    return progress(position, run) >= 1
+
+
+def schedule(done: float, warmup: float) -> float:
+    """Linear warm-up over the first `warmup` share of the run, then a cosine to zero; never exactly 0."""
+    if done < warmup:
+        return max(done / warmup, 0.02)
+    return max(0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup))), 1e-4)
+
+
+def advance(position: Position, steps: int = 0, labels: int = 0, seconds: float | None = None) -> Position:
+    return Position(
+        step=position.step + steps,
+        seconds=position.seconds if seconds is None else seconds,
+        labels=position.labels + labels,
+        fingerprint=position.fingerprint,
+    )
+
+
+def refuse_non_finite(run: Run, step: int) -> None:
+    """End the run with the rows of the step that went wrong; the last checkpoint is from before it."""
+    rows = ", ".join(f"row {i} (documents {run.rows.documents(i)})" for _, i in run.plan.step_rows(step))
+    raise UserError(
+        f"step {step + 1}: the gradient is not finite: look at {rows}; a lower --lr or --clip may help; "
+        "the last checkpoint is from before this step"
+    )
+
+
+def alarm_still(stillness: Stillness, steps: int, step: int, metrics: MetricsFile, display: Display) -> None:
+    if steps < STILL_AFTER or steps >= 2 * STILL_AFTER:
+        return
+    if unmoved := stillness.unmoved():
+        metrics.write("alarm", step, unmoved=unmoved)
+        display.say(
+            f"ALARM: {len(unmoved)} trainable tensors have not moved in {steps} steps ({unmoved[0]}, …): "
+            "their gradient is zero or below the resolution of their dtype"
+        )
+
+
+def report_validation(facts: dict[str, Any], step: int, metrics: MetricsFile, display: Display) -> None:
+    metrics.write("validation", step, **facts)
+    slots = " ".join(f"{a:.2f}" for a in facts["slot_accuracy"])
+    display.say(
+        f"validation at step {step}: τ {facts['tau']:.3f}  loss {facts['loss']:.4f}  accuracy by slot {slots}  "
+        f"({facts['blocks']} blocks, {facts['blocks_short']} short, coverage {facts['coverage']:.0%})"
+    )
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    if device.type != "cuda":
+        return {}
+    return {"memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+
+
+class StopSignal:
+    """SIGTERM and SIGINT ask for an orderly end: the step is finished and saved. A second SIGINT ends at
+    once.
+    """
+
+    def __enter__(self) -> StopSignal:
+        self.requested = False
+        self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

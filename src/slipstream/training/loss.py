@@ -1,0 +1,119 @@
+"""The frozen head and the weighted cross-entropy, a chunk of blocks at a time; the full logits never exist.
+
+Two matrix products a slot: the logits, and the gradient of the hidden state, taken in the forward pass while
+the softmax is at hand (the head is frozen, so nothing else is needed). What comes back is a *sum* over slots
+and the sum to divide by; the loop divides once, after all rows, accumulation steps and ranks are added up.
+
+Shapes: N blocks · B block size · M slots of a chunk · H hidden size · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.models.target import Head
+from slipstream.training.blocks import Blocks, dpace_weights
+
+LOGITS_BYTES = 256 * 2**20
+"""fp32 logits that exist at a time: large enough for full matrix products, small beside everything else."""
+
+
+@dataclass(frozen=True)
+class SlotWeights:
+    """How slots 1 … B−1 are weighted: exponential decay (`decay_B` given), or D-PACE with floor
+    `dpace_floor`.
+    """
+
+    decay_B: Tensor | None
+    dpace_floor: float = 0.5
+
+    def weigh(self, ce: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights [n, B−1] and their share of the denominator: Σw with decay, the count of slots with
+        D-PACE.
+        """
+        if self.decay_B is None:
+            return dpace_weights(ce, valid, self.dpace_floor), valid.sum().float()
+        weights = self.decay_B * valid
+        return weights, weights.sum()
+
+
+@dataclass(frozen=True)
+class BlockLoss:
+    """Sums of one row; `total / weight` is its loss, but only sums may be added across rows and ranks."""
+
+    total: Tensor
+    """Σ w·CE, differentiable in the hidden states."""
+    weight: Tensor
+    """What `total` is to be divided by."""
+    ce: Tensor
+    """[N, B−1] fp32, 0 at invalid slots."""
+    correct: Tensor
+    """[N, B−1] bool: the most likely token is the label; False at invalid slots."""
+
+
+def block_loss(hidden_QH: Tensor, blocks: Blocks, head: Head, weights: SlotWeights) -> BlockLoss:
+    """Weighted CE of normed hidden states [N·B, H] under the target's frozen head; slot 0 is not
+    projected.
+    """
+    hidden = hidden_QH.unflatten(0, (-1, blocks.block_size))[:, 1:]
+    outs = _HeadLoss.apply(hidden, blocks.labels_NB[:, 1:], blocks.valid_NB[:, 1:], head, weights)
+    return BlockLoss(*outs)  # type: ignore[misc]
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, labels: Tensor, valid: Tensor, head: Head, weights: SlotWeights
+    ) -> tuple[Tensor, ...]:
+        blocks, slots = labels.shape
+        step = max(1, LOGITS_BYTES // (4 * head.weight_VH.shape[0] * slots))
+        ce = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
+        correct = torch.zeros_like(valid)
+        grad = torch.zeros_like(hidden)
+        total, weight = ce.new_zeros(()), ce.new_zeros(())
+        compact = hidden.device.type == "cpu"  # a GPU wants fixed shapes and no wait for the count
+        for b in range(0, blocks, step):
+            chunk = slice(b, b + step)
+            seen = valid[chunk]
+            rows = seen.flatten().nonzero().flatten() if compact else slice(None)
+            h = hidden[chunk].flatten(0, 1)[rows].to(head.weight_VH.dtype)
+            chunk_ce, chunk_correct, d_h = _head_ce(h, labels[chunk].flatten()[rows], head)
+            ce[chunk].view(-1)[rows] = chunk_ce
+            correct[chunk].view(-1)[rows] = chunk_correct
+            ce[chunk] *= seen
+            correct[chunk] &= seen
+            w, share = weights.weigh(ce[chunk], seen)
+            total += (w * ce[chunk]).sum()
+            weight += share
+            d = torch.zeros(seen.numel(), hidden.shape[-1], dtype=torch.float32, device=hidden.device)
+            d[rows] = d_h
+            grad[chunk] = (d * w.flatten()[:, None]).view(grad[chunk].shape).to(grad.dtype)
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(weight, ce, correct)
+        return total, weight, ce, correct
+
+    @staticmethod
+    def backward(ctx: Any, d_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        return grad * d_total.to(grad.dtype), None, None, None, None
+
+
+def _head_ce(h_MH: Tensor, labels_M: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:
+    """CE [M], whether the most likely token is the label [M], and dCE/dh [M, H] in fp32, of one chunk."""
+    raw = h_MH @ head.weight_VH.T if head.bias_V is None else torch.addmm(head.bias_V, h_MH, head.weight_VH.T)
+    logits = head.scale(raw)
+    top, best = logits.max(dim=-1)
+    p = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    at = labels_M[:, None]
+    # log-sum-exp from the likeliest token, whose probability is at least 1/V: exact where p[label] underflows
+    lse = top.float() - p.gather(1, best[:, None]).squeeze(1).log()
+    ce = lse - logits.gather(1, at).squeeze(1).float()
+    p.scatter_add_(1, at, p.new_full((1, 1), -1.0).expand(len(labels_M), 1))
+    d_raw = p * head.multiplier if head.multiplier != 1.0 else p
+    if head.softcap is not None:
+        d_raw = d_raw * (1 - (logits.float() / head.softcap) ** 2)
+    return ce, best == labels_M, (d_raw.to(h_MH.dtype) @ head.weight_VH).float()

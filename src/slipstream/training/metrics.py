@@ -1,0 +1,158 @@
+"""What a run tells: per-slot sums kept on the device, `metrics.jsonl`, and the display.
+
+Sums are added on the device every step and read only at log steps. τ counts the bonus token and is averaged
+over blocks whose B−1 slots are all valid; shorter blocks would look worse than they are and are counted
+apart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from torch import Tensor, nn
+
+from slipstream.training.blocks import Blocks, accepted_prefix
+from slipstream.training.loss import BlockLoss
+
+
+class SlotMeter:
+    """Sums over blocks and slots since the last `read`."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.slots = block_size - 1
+        self.sums = torch.zeros(3 * self.slots + 4, dtype=torch.float64, device=device)
+        self.labelled = self.supervised = self.blocks = 0
+
+    def add(self, loss: BlockLoss, blocks: Blocks, supervised: int) -> None:
+        valid = blocks.valid_NB[:, 1:]
+        whole = valid.all(dim=1)
+        accepted = accepted_prefix(loss.correct)
+        parts = [
+            valid.sum(0),
+            loss.ce.sum(0),
+            loss.correct.sum(0),
+            torch.stack((whole.sum(), (accepted * whole).sum(), loss.total.detach(), loss.weight)),
+        ]
+        self.sums += torch.cat([p.double() for p in parts])
+        self.labelled += blocks.labelled
+        self.supervised += supervised
+        self.blocks += blocks.count
+
+    def read(self) -> dict[str, Any]:
+        """Averages since the last read, and a fresh start."""
+        values = self.sums.tolist()
+        s = self.slots
+        count, ce, correct = values[:s], values[s : 2 * s], values[2 * s : 3 * s]
+        whole, accepted, total, weight = values[3 * s :]
+        out = {
+            "loss": total / max(weight, 1e-12),
+            "tau": 1 + accepted / max(whole, 1),
+            "accuracy": sum(correct) / max(sum(count), 1),
+            "slot_accuracy": [c / max(n, 1) for c, n in zip(correct, count, strict=True)],
+            "slot_ce": [c / max(n, 1) for c, n in zip(ce, count, strict=True)],
+            "blocks": self.blocks,
+            "blocks_short": self.blocks - int(whole),
+            "labels": int(sum(count)),
+            "coverage": self.labelled / max(self.supervised, 1),
+        }
+        self.sums.zero_()
+        self.labelled = self.supervised = self.blocks = 0
+        return out
+
+
+class Stillness:
+    """Which trainable tensors have not moved since the start: a strided sample of each is kept in fp32."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.start = {name: self._sample(p) for name, p in module.named_parameters()}
+
+    @staticmethod
+    def _sample(p: Tensor) -> Tensor:
+        return p.detach().flatten()[:: max(1, p.numel() // 256)].clone()
+
+    def unmoved(self) -> list[str]:
+        return [n for n, p in self.module.named_parameters() if torch.equal(self._sample(p), self.start[n])]
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line; lines after the resumed step are dropped, so a step stands
+    once.
+    """
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self.path = path
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resumed_step]
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(line + "\n" for line in kept))
+            os.replace(partial, path)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        with self.path.open("a") as f:
+            f.write(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):
+        return float("inf")  # a line cut by a crash
+
+
+class Display:
+    """Lines and a progress bar: a live bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self.progress: Progress | None = None
+        self._last = 0.0
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def start(self, what: str, total: int, done: int = 0) -> None:
+        self.what, self.total = what, total
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            times = (
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[facts]}"),
+            )
+            self.progress = Progress(*columns, *times, console=self.console)
+            self.progress.start()
+            self.task = self.progress.add_task(what, total=total, completed=done, facts="")
+
+    def advance(self, done: int, facts: str = "", line: bool = False) -> None:
+        """Show that `done` of the total is reached; elsewhere than on a terminal a line when asked or every
+        10 s.
+        """
+        if self.progress is not None:
+            self.progress.update(
+                self.task, completed=done, facts=facts or self.progress.tasks[0].fields["facts"]
+            )
+        elif line or time.monotonic() - self._last > 10:
+            self._last = time.monotonic()
+            self.say(f"{self.what} {done}/{self.total} {facts}".rstrip())
+
+    def stop(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
