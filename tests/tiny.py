@@ -1,8 +1,8 @@
 """Tiny random targets and rows for the tests: seconds on a CPU, no hub, the same weights every time.
 
-`tiny_target("qwen3")` is a model; `tiny_target("qwen3", folder)` saves it and returns the folder. Weights are larger than a
-fresh model's and norm weights are not flat, so that attention is peaked, documents really differ, and a norm of the (1+w) kind
-read as w shows. Tokenizers and chats are not here.
+`tiny_target("qwen3")` is a model; `tiny_target("qwen3", folder)` saves it and returns the folder. Weights
+are larger than a fresh model's and norm weights are not flat, so that attention is peaked, documents really
+differ, and a norm of the (1+w) kind read as w shows. Tokenizers and chats are not here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def tiny_target(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """A random frozen causal LM of the family; with `path` it is saved there and the folder's name returned."""
+    """A random frozen causal LM of the family; with `path` it is saved and the folder's name returned."""
     config = tiny_config(family, vocab_size, hidden_size, layers, tie)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -107,7 +107,7 @@ def tiny_target(
 def random_row(
     lengths: tuple[int, ...], row_tokens: int, vocab_size: int = 131, seed: int = 0, prompt: int = 0
 ) -> Row:
-    """A row of random documents of these lengths, then padding. The first `prompt` tokens of each are not supervised."""
+    """A row of random documents of these lengths, then padding; the first `prompt` tokens are no labels."""
     generator = torch.Generator().manual_seed(seed)
     documents = [torch.randint(3, vocab_size, (n,), generator=generator) for n in lengths]
     return row_of(documents, row_tokens, prompt)

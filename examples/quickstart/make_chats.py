@@ -9,6 +9,7 @@ import argparse
 import gzip
 import json
 import pathlib
+import random
 import time
 
 import torch
@@ -75,18 +76,19 @@ def main() -> None:
     seconds = time.perf_counter() - began
     print(f"{sum(map(len, answers))} answer tokens, {sum(map(len, answers)) / seconds:.0f} tok/s", flush=True)
 
-    kept = 0
+    lines = []
+    for text, prompt, answer in zip(texts, encoded, answers, strict=True):
+        finished = answer[-1] == eos
+        reply = tokenizer.decode(answer[:-1] if finished else answer)
+        messages = [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+        again = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        if again[: len(prompt) + len(answer)] != prompt + answer or len(answer) < 8:
+            continue  # text that does not tokenise back to what the model said would teach something else
+        lines.append(json.dumps({"messages": messages, "finished": finished}, ensure_ascii=False) + "\n")
+    random.Random(args.seed).shuffle(lines)  # the prompts were sorted: any prefix of the file is a fair sample
     with gzip.open(args.output, "wt", encoding="utf-8", compresslevel=9) as f:
-        for text, prompt, answer in zip(texts, encoded, answers, strict=True):
-            finished = answer[-1] == eos
-            reply = tokenizer.decode(answer[:-1] if finished else answer)
-            messages = [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
-            again = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
-            if again[: len(prompt) + len(answer)] != prompt + answer or len(answer) < 8:
-                continue  # text that does not tokenise back to what the model said would teach something else
-            f.write(json.dumps({"messages": messages, "finished": finished}, ensure_ascii=False) + "\n")
-            kept += 1
-    print(f"{kept} of {len(texts)} conversations written to {args.output}")
+        f.writelines(lines)
+    print(f"{len(lines)} of {len(texts)} conversations written to {args.output}")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ class NgramTable:
     """Three tokens → the token that most often follows them in the training answers."""
 
     next_of: dict[tuple[int, int, int], int]
+    tokens: int
+    """Training tokens it was counted from, prompts included."""
 
     def guess(self, tokens: Sequence[int], count: int) -> Guess:
         """`count` drafts, each from the three tokens before it; fewer when three tokens were never seen."""
@@ -87,13 +89,13 @@ def ngram_table(documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> NgramTabl
     """Table from (ids [n], supervised [n] bool) of training documents: counted are supervised tokens and the
     three before them in the document. Of equally frequent tokens the lowest id wins.
     """
-    grams = []
+    grams, tokens = [], sum(len(ids) for ids, _ in documents)
     for ids, supervised in documents:
         if len(ids) > 3:
             windows = np.lib.stride_tricks.sliding_window_view(np.asarray(ids, dtype=np.int64), 4)
             grams.append(windows[np.asarray(supervised, dtype=bool)[3:]])
     if not grams or not sum(map(len, grams)):
-        return NgramTable({})
+        return NgramTable({}, tokens)
     abcd = np.concatenate(grams)
     low, high = abcd[:, 2] << 32 | abcd[:, 3], abcd[:, 0] << 32 | abcd[:, 1]
     order = np.lexsort((low, high))
@@ -107,7 +109,8 @@ def ngram_table(documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> NgramTabl
     low, high = low[order], high[order]
     best = np.r_[True, (low[1:] >> 32 != low[:-1] >> 32) | (high[1:] != high[:-1])]
     columns = (x[best] for x in (high >> 32, high & 0xFFFFFFFF, low >> 32, low & 0xFFFFFFFF))
-    return NgramTable({(a, b, c): d for a, b, c, d in zip(*(x.tolist() for x in columns), strict=True)})
+    next_of = {(a, b, c): d for a, b, c, d in zip(*(x.tolist() for x in columns), strict=True)}
+    return NgramTable(next_of, tokens)
 
 
 def walk_lookup(prompt_ids: Sequence[int], answer: Sequence[int], block_size: int) -> list[int]:

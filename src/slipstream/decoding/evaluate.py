@@ -11,16 +11,16 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slipstream.config import EvalConfig, UserError
-from slipstream.data.shards import open_dataset, write_atomic
+from slipstream.data.shards import TokenDataset, open_dataset, write_atomic
 from slipstream.decoding.baselines import (
     NgramTable,
     Tau,
@@ -30,109 +30,23 @@ from slipstream.decoding.baselines import (
     walk_lookup,
     walk_ngram,
 )
-from slipstream.decoding.prompts import Prompt, read_prompts
+from slipstream.decoding.lossless import Agreement, compare, prove_lossless
+from slipstream.decoding.prompts import Prompt, heldout_prompts, read_prompts
 from slipstream.decoding.speculative import Decoded, generate_plain, generate_speculative
+from slipstream.decoding.table import DatasetResult, Evaluation, Speed, render_table, to_json
 from slipstream.export.zlab import load_drafter
 from slipstream.models.drafter import Drafter
 from slipstream.models.target import Target, load_target
-from slipstream.training.setup import choose_device, choose_dtype
+from slipstream.training.setup import Run, choose_device, choose_dtype, device_name, stop_ids
 
 DEGENERATE_RATIO = 0.5
 """Distinct-4-gram ratio below which the target's answers repeat themselves."""
+NGRAM_TOKENS = 4_000_000
+"""Training tokens that the n-gram table is made of at most: seconds to count, some 100 MB."""
 LOOKUP_ADVANTAGE = 1.25
 """Prompt-lookup this many times better than the drafter says more about the answers than about the
 drafter.
 """
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where a greedy speculative answer leaves the plain one."""
-
-    where: str
-    position: int
-    """Index among the new tokens."""
-    plain: int
-    speculative: int
-    margin: float
-    """Target's logit of the plain token minus that of the speculative one, in a fresh pass over the common
-    text.
-    """
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Greedy speculative answers beside plain ones, token by token up to each first difference."""
-
-    dtype: str
-    requests: int
-    tokens: int
-    """Tokens compared and found equal."""
-    differences: list[Difference]
-
-    @property
-    def lossless(self) -> bool:
-        return not self.differences
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Decoding of one way over the requests of a data set; the prefill is kept apart."""
-
-    tokens: int
-    """Tokens after the prefill's."""
-    passes: int
-    catch_up_passes: int
-    prefill_seconds: float
-    decode_seconds: float
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self.tokens / self.decode_seconds if self.tokens else None
-
-
-@dataclass(frozen=True)
-class DatasetResult:
-    """Figures of one set of prompts. τ is None where no request made a pass."""
-
-    name: str
-    requests: int
-    tau: Tau | None
-    tau_control: Tau | None
-    """An untrained drafter of the same geometry; None when not asked for."""
-    tau_lookup: Tau | None
-    tau_ngram: Tau | None
-    """None when there is no table."""
-    slot_acceptance: list[float | None]
-    """At k−1: share of drafts in slot k that were right, where all before them were; None where none was
-    judged.
-    """
-    slots_reached: list[int]
-    produced: dict[int, int]
-    """Passes by how many tokens they produced."""
-    plain: Speed
-    speculative: Speed
-    speedup: float | None
-    distinct_4grams: float | None
-    warnings: list[str]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """All data sets, and how they were decoded."""
-
-    block_size: int
-    max_new_tokens: int
-    temperature: float
-    dtype: str
-    device: str
-    datasets: list[DatasetResult]
-    agreement: Agreement | None
-    """Speculative beside plain answers of the timed decoding; None when sampled, where the two differ by
-    chance.
-    """
-    lossless: Agreement | None
-    """The proof in fp32; None when left out."""
 
 
 def check_prompts(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
@@ -186,7 +100,7 @@ def evaluate(
         )
 
     warm_up = next(iter(prompts_by_name.values()))[0]
-    generate_speculative(target, drafter, warm_up.ids, min(2 * size, max_new_tokens), 0, stop_ids, size)
+    generate_speculative(target, drafter, warm_up.ids, min(size + 1, max_new_tokens), 0, stop_ids, size)
     results, compared = [], []
     for name, prompts in prompts_by_name.items():
         plain, drafted, controlled = [], [], []
@@ -206,6 +120,7 @@ def evaluate(
         temperature=temperature,
         dtype=dtype,
         device=device_name(target.device),
+        ngram_tokens=table.tokens if table else None,
         datasets=results,
         agreement=compare(target, compared) if temperature == 0 else None,
         lossless=None,
@@ -276,52 +191,6 @@ def degenerate_warnings(tau: Tau | None, lookup: Tau | None, distinct: float | N
     return warnings
 
 
-def compare(target: Target, requests: Sequence[tuple[Prompt, Decoded, Decoded]]) -> Agreement:
-    """Greedy answers, plain (second) and speculative (third), token by token."""
-    tokens, differences = 0, []
-    for prompt, plain, drafted in requests:
-        both = zip(plain.tokens, drafted.tokens, strict=False)
-        same = next((i for i, (a, b) in enumerate(both) if a != b), None)
-        if same is None:
-            # The same stop rule ends both: of two equal beginnings neither can be longer.
-            assert len(plain.tokens) == len(drafted.tokens)
-            tokens += len(plain.tokens)
-            continue
-        tokens += same
-        a, b = plain.tokens[same], drafted.tokens[same]
-        margin = _margin(target, prompt.ids + plain.tokens[:same], a, b)
-        differences.append(Difference(prompt.where, same, a, b, margin))
-    dtype = str(target.dtype).removeprefix("torch.")
-    return Agreement(dtype, len(requests), tokens, differences)
-
-
-@torch.inference_mode()
-def _margin(target: Target, ids: list[int], plain: int, speculative: int) -> float:
-    logits_nV, _ = target.decode_step(torch.tensor(ids, device=target.device), target.new_cache(), 0)
-    return float(logits_nV[-1, plain].float() - logits_nV[-1, speculative].float())
-
-
-def prove_lossless(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    stop_ids: Collection[int],
-    block_size: int | None = None,
-) -> Agreement:
-    """Greedy decoding in fp32, plainly and with the drafter, compared token by token. Both models must be
-    fp32 copies.
-    """
-    assert target.dtype == torch.float32
-    assert drafter.fc.weight.dtype == torch.float32
-    requests = []
-    for prompt in prompts:
-        plain = generate_plain(target, prompt.ids, max_new_tokens, 0, stop_ids)
-        drafted = generate_speculative(target, drafter, prompt.ids, max_new_tokens, 0, stop_ids, block_size)
-        requests.append((prompt, plain, drafted))
-    return compare(target, requests)
-
-
 def untrained(drafter: Drafter, seed: int) -> Drafter:
     """A fresh drafter of the same geometry, device and dtype: what τ looks like without training."""
     with torch.random.fork_rng(devices=[]):
@@ -331,44 +200,8 @@ def untrained(drafter: Drafter, seed: int) -> Drafter:
     return fresh.to(device=weight.device, dtype=weight.dtype).requires_grad_(False)
 
 
-def stop_ids_of(target: Target, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end an answer: those of the target's generation settings, and the tokenizer's end token."""
-    settings = target.model.generation_config
-    assert settings is not None
-    return frozenset(_listed(settings.eos_token_id) + _listed(tokenizer.eos_token_id))
-
-
-def _listed(ids: Any) -> list[int]:
-    """An id, a list of ids or None: transformers' types allow all three."""
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
-
-
-def device_name(device: torch.device) -> str:
-    """The processor's name, for tables."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "CPU")
-    return f"{model}, {torch.get_num_threads()} threads"
-
-
-def to_json(evaluation: Evaluation) -> dict[str, Any]:
-    """Plain values, with the derived figures (rates, `lossless`) beside their parts."""
-    out = dataclasses.asdict(evaluation)
-    for plain, result in zip(out["datasets"], evaluation.datasets, strict=True):
-        for way, speed in (("plain", result.plain), ("speculative", result.speculative)):
-            plain[way]["tokens_per_second"] = speed.tokens_per_second
-    for name, agreement in (("agreement", evaluation.agreement), ("lossless", evaluation.lossless)):
-        if agreement is not None:
-            out[name]["lossless"] = agreement.lossless
-    return out
-
-
 def run_eval(config: EvalConfig, console: Console | None = None) -> dict[str, Any]:
     """The verb: prints the tables, writes `config.output`, returns what it wrote. Raises `UserError`."""
-    from slipstream.decoding.table import render_table
-
     console = console or Console()
     if config.output is not None and not Path(config.output).resolve().parent.is_dir():
         raise UserError(f"--output {config.output}: no such folder: make it first")
@@ -381,18 +214,20 @@ def run_eval(config: EvalConfig, console: Console | None = None) -> dict[str, An
     tokenizer = load_tokenizer(config.target_model)
     prompts = {
         name: read_prompts(path, tokenizer, config.max_prompts)
-        for name, path in _dataset_names(config.prompts).items()
+        for name, path in dataset_names(config.prompts).items()
     }
-    table = None if config.ngram_data is None else _table_of(config.ngram_data)
+    table = None if config.ngram_data is None else training_table(open_dataset(config.ngram_data, "train"))
     target = load_target(config.target_model, drafter.config.target_layer_ids, 0, device, dtype)
-    stop_ids = stop_ids_of(target, tokenizer)
+    ends = set(stop_ids(target))
+    if isinstance(tokenizer.eos_token_id, int):
+        ends.add(tokenizer.eos_token_id)
     with console.status("decoding") as status:
         evaluation = evaluate(
             target,
             drafter,
             prompts,
             max_new_tokens=config.max_new_tokens,
-            stop_ids=stop_ids,
+            stop_ids=ends,
             temperature=config.temperature,
             block_size=config.block_size,
             control=untrained(drafter, config.seed) if config.control else None,
@@ -400,21 +235,15 @@ def run_eval(config: EvalConfig, console: Console | None = None) -> dict[str, An
             seed=config.seed,
             progress=status.update,
         )
-        if config.lossless_tokens:
-            agreement = evaluation.agreement
-            if agreement is None or dtype != torch.float32 or config.lossless_tokens > config.max_new_tokens:
-                status.update("proving losslessness in fp32")
-                del target, drafter  # the fp32 copies may need their memory
-                reference = load_drafter(config.drafter, device, torch.float32)
-                exact = load_target(
-                    config.target_model, reference.config.target_layer_ids, 0, device, torch.float32
-                )
-                requests = [p for group in prompts.values() for p in group]
-                check_prompts(exact, requests, config.lossless_tokens)
-                agreement = prove_lossless(
-                    exact, reference, requests, config.lossless_tokens, stop_ids, config.block_size
-                )
-            evaluation = dataclasses.replace(evaluation, lossless=agreement)
+        lossless = evaluation.agreement
+        if config.lossless_tokens == 0:
+            lossless = None
+        elif lossless is None or dtype != torch.float32 or config.lossless_tokens > config.max_new_tokens:
+            status.update("proving losslessness in fp32")
+            del target, drafter  # the fp32 copies may need their memory
+            requests = [p for group in prompts.values() for p in group]
+            lossless = _prove_from_files(config, device, requests, ends)
+    evaluation = dataclasses.replace(evaluation, lossless=lossless)
     console.print(render_table(evaluation))
     out = to_json(evaluation)
     if config.output is not None:
@@ -422,21 +251,66 @@ def run_eval(config: EvalConfig, console: Console | None = None) -> dict[str, An
     return out
 
 
+def _prove_from_files(
+    config: EvalConfig, device: torch.device, prompts: Sequence[Prompt], stop_ids: Collection[int]
+) -> Agreement:
+    drafter = load_drafter(config.drafter, device, torch.float32)
+    taps = drafter.config.target_layer_ids
+    target = load_target(config.target_model, taps, 0, device, torch.float32)
+    check_prompts(target, prompts, config.lossless_tokens)
+    return prove_lossless(target, drafter, prompts, config.lossless_tokens, stop_ids, config.block_size)
+
+
+def decode_after_training(run: Run, exported: Path, console: Console) -> dict[str, Any] | None:
+    """A run's last act: held-out prompts decoded with the drafter as exported, in the run's precision, on its
+    target.
+
+    Prints the tables and writes `decode.json` into the run's folder. None when there is no held-out prompt
+    that fits the target's context, which is said: a finished training must not end in an error for that.
+    """
+    assert run.heldout is not None
+    tokens = run.config.decode_tokens
+    prompts = heldout_prompts(run.heldout.dataset, run.config.data_dir, run.config.decode_prompts)
+    fitting = [p for p in prompts if len(p.ids) + tokens <= run.target.config.max_position_embeddings]
+    if len(fitting) < len(prompts):
+        left_out = len(prompts) - len(fitting)
+        console.print(f"decoding: {left_out} held-out prompts left out: longer than the target's context")
+    if not fitting:
+        return None
+    with console.status("decoding") as status:
+        evaluation = evaluate(
+            run.target,
+            load_drafter(exported, run.device, run.dtype),
+            {"held-out": fitting},
+            max_new_tokens=tokens,
+            stop_ids=stop_ids(run.target),
+            table=training_table(run.rows.dataset),
+            seed=run.config.seed,
+            progress=status.update,
+        )
+    if run.dtype == torch.float32:
+        evaluation = dataclasses.replace(evaluation, lossless=evaluation.agreement)
+    console.print(render_table(evaluation))
+    out = to_json(evaluation)
+    write_atomic(run.folder / "decode.json", (json.dumps(out, indent=1) + "\n").encode())
+    return out
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
-        raise UserError(
-            f"{path}: cannot load a tokenizer from here: {' '.join(str(e).split())[:200]}"
-        ) from None
+        why = " ".join(str(e).split())[:200]
+        raise UserError(f"{path}: cannot load a tokenizer from here: {why}") from None
 
 
-def _dataset_names(paths: Sequence[str]) -> dict[str, str]:
-    """Short names of prompt files; whole paths where short ones collide."""
+def dataset_names(paths: Sequence[str]) -> dict[str, str]:
+    """Short names of prompt files → their paths; whole paths as names where short ones collide."""
     stems = [Path(p).name.removesuffix(".gz").removesuffix(".jsonl") for p in paths]
     return {p if stems.count(stem) > 1 else stem: p for stem, p in zip(stems, paths, strict=True)}
 
 
-def _table_of(data_dir: str) -> NgramTable:
-    train = open_dataset(data_dir, "train")
-    return ngram_table([train.document(i) for i in range(len(train))])
+def training_table(train: TokenDataset) -> NgramTable:
+    """The n-gram table of a training split's first documents, `NGRAM_TOKENS` tokens of them."""
+    whole = int(np.searchsorted(train.lengths.cumsum(), NGRAM_TOKENS, side="right"))
+    return ngram_table([train.document(i) for i in range(whole)])

@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.config import UserError
-from slipstream.data.shards import check_tokenizer, open_dataset
+from slipstream.data.shards import TokenDataset, check_tokenizer, open_dataset
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,23 @@ def read_prompts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_promp
     return prompts
 
 
-def _from_folder(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompts: int) -> list[Prompt]:
-    heldout = open_dataset(path, "heldout")
-    check_tokenizer(heldout, tokenizer)
+def heldout_prompts(heldout: TokenDataset, where: str | Path, max_prompts: int) -> list[Prompt]:
+    """The first held-out documents, each up to its first supervised token: where the target's answer
+    begins.
+    """
     prompts = []
     for i in range(min(max_prompts, len(heldout))):
         ids, supervised = heldout.document(i)
         # A document supervised from its first token still needs one token to start from.
         begin = max(1, int(supervised.argmax()) if supervised.any() else len(ids))
-        prompts.append(Prompt(ids[:begin].tolist(), f"{path}: held-out document {i}"))
+        prompts.append(Prompt(ids[:begin].tolist(), f"{where}: held-out document {i}"))
     return prompts
+
+
+def _from_folder(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompts: int) -> list[Prompt]:
+    heldout = open_dataset(path, "heldout")
+    check_tokenizer(heldout, tokenizer)
+    return heldout_prompts(heldout, path, max_prompts)
 
 
 def _from_lines(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompts: int) -> list[Prompt]:

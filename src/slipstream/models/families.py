@@ -1,8 +1,8 @@
 """What is known about families of target models, in one table, and the choice of the mask token.
 
-Facts that cannot be read from a model's modules: how documents of a packed row are kept apart, what the family does to
-embedding rows and logits, which unused embedding row serves as mask. Loading and running a model is target.py's business,
-proving that these facts hold for the model at hand is selfcheck.py's.
+Facts that cannot be read from a model's modules: how documents of a packed row are kept apart, what the
+family does to embedding rows and logits, which unused embedding row serves as mask. Loading and running a
+model is target.py's business, proving that these facts hold for the model at hand is selfcheck.py's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Family:
     """Facts of one `model_type` (that of the text model, where a wrapper has several)."""
 
     isolation: Isolation = "unpacked"
-    """packed: one pass under a block-diagonal causal mask, only where a test proves it; unpacked: a batch of documents."""
+    """packed: one pass under a block-diagonal causal mask, only where a test proves it; unpacked: batches
+    of documents, right for every causal model, and what a CPU always does because it is faster there."""
     masks_by_layer_type: bool = False
     """Whether the decoder takes a dict of masks (full and sliding layers) in place of one mask."""
     embedding_scale: Fact = _one
@@ -48,9 +49,8 @@ class Family:
 
 # A family that is not here is read as `Family()`: unpacked is right for every causal model, and the start-up
 # self-check refuses it should its embeddings or logits be scaled.
-_TABLE: dict[str, Family] = {
+TABLE: dict[str, Family] = {
     "llama": Family("packed", mask_token_id=128002),
-    "qwen2": Family("packed", masks_by_layer_type=True),
     "qwen3": Family("packed", masks_by_layer_type=True, mask_token_id=151669),
     "qwen3_moe": Family(mask_token_id=151669),
     "qwen3_5_text": Family(mask_token_id=248070),  # hybrid: linear attention ignores a mask
@@ -60,7 +60,8 @@ _TABLE: dict[str, Family] = {
     "gemma2": Family(embedding_scale=_root_of_width),
     "gemma3_text": Family("packed", masks_by_layer_type=True, embedding_scale=_root_of_width),
     "granite": Family(
-        embedding_scale=lambda c: c["embedding_multiplier"], logit_multiplier=lambda c: 1 / c["logits_scaling"]
+        embedding_scale=lambda c: c["embedding_multiplier"],
+        logit_multiplier=lambda c: 1 / c["logits_scaling"],
     ),
     "cohere": Family(logit_multiplier=lambda c: c["logit_scale"]),
     "cohere2": Family(logit_multiplier=lambda c: c["logit_scale"]),
@@ -69,7 +70,7 @@ _TABLE: dict[str, Family] = {
 
 def family_of(model_type: str) -> Family:
     """The table's facts of a model type; the cautious defaults for an unknown one."""
-    return _TABLE.get(model_type, Family())
+    return TABLE.get(model_type, Family())
 
 
 _SPARE_NAME = re.compile(r"mask|reserved|unused|placeholder|extra_id", re.IGNORECASE)
@@ -85,12 +86,13 @@ def choose_mask_token(
     """The mask token's id and, for the log, where it comes from.
 
     1. `explicit`, if it is an embedding row and neither pad nor a stop token.
-    2. The family's known id, if it is an embedding row that no text reaches: either no token of this tokenizer, or a
-       special token with no role (see `_spare_tokens`).
+    2. The family's known id, if it is an embedding row that no text reaches: either no token of this
+       tokenizer, or a special token with no role (see `_spare_tokens`).
     3. A special token with no role; one whose name says reserved, unused or mask first, then the lowest id.
 
-    `vocab_size` counts the rows of the target's embedding, which is never resized; `stop_ids` are further stop tokens
-    (generation_config's). Raises `UserError` when the explicit id is refused or nothing fits: there is no fall-back.
+    `vocab_size` counts the rows of the target's embedding, which is never resized; `stop_ids` are further
+    stop tokens (generation_config's). Raises `UserError` when the explicit id is refused or nothing fits:
+    there is no fall-back.
     """
     if explicit is not None:
         return _checked_explicit(explicit, vocab_size, tokenizer, stop_ids), "given"
@@ -128,7 +130,7 @@ def _checked_explicit(
 def _spare_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int]) -> dict[int, str]:
     """Added tokens without a role, id → text: special ones, or ones named as spare; never a token with a role
     (bos, eos, pad, unk, …), a stop token, or one that the chat template writes or renders."""
-    role_ids = (
+    role_ids: tuple[Any, ...] = (
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
         tokenizer.pad_token_id,
@@ -148,7 +150,7 @@ def _spare_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int])
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template's source and one rendered conversation: templates also put token names together from roles."""
+    """The chat template's source and a rendered conversation, as templates also make names out of roles."""
     template = tokenizer.chat_template
     if not template:
         return ""

@@ -1,8 +1,9 @@
 """Start-up proof that the target is read rightly, and the cheap health check of taps inside a loop.
 
-`self_check` compares our path through the target (taps, packing, head, cached pass) with transformers' own on a sample of
-the user's data; any failed check must make the caller refuse, with the check's `detail` and `mend`. Nothing here changes
-the target. Whether attention is fused and caches on disk are sane is system/'s business.
+`self_check` compares our path through the target (taps, packing, head, cached pass) with transformers' own
+on a sample of the user's data; any failed check must make the caller refuse, with the check's `detail` and
+`mend`. Nothing here changes the target. Whether attention is fused and caches on disk are sane is system/'s
+business.
 
 Shapes: S tokens of a row · n sample tokens · T taps · H hidden size · V vocabulary · C = T·H.
 """
@@ -32,19 +33,21 @@ class Check:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest relative difference of two right computations: rounding only, of other batch shapes and masks."""
+    """Largest relative difference that rounding alone makes, between other batch shapes and masks."""
     return 1e-3 if dtype == torch.float32 else 5e-2
 
 
 @torch.no_grad()
 def self_check(target: Target, sample_row: Row) -> list[Check]:
-    """All start-up checks of the target on up to `SAMPLE_TOKENS` tokens of a row; seconds, no state left behind.
+    """All start-up checks of the target on up to `SAMPLE_TOKENS` tokens of a row: seconds.
 
     The row must hold at least `MIN_SAMPLE_TOKENS` tokens (its documents are run together as one text).
     """
     ids_n = sample_row.input_ids[sample_row.documents >= 0][:SAMPLE_TOKENS]
     assert len(ids_n) >= MIN_SAMPLE_TOKENS, f"a sample row of {len(ids_n)} tokens proves nothing"
-    reference = target.model(input_ids=ids_n[None].to(target.device), output_hidden_states=True, use_cache=False)
+    reference = target.model(
+        input_ids=ids_n[None].to(target.device), output_hidden_states=True, use_cache=False
+    )
     whole_nC = target.taps(_row([ids_n]))[: len(ids_n)]
     return [
         _embedding_scale(target, ids_n),
@@ -57,7 +60,7 @@ def self_check(target: Target, sample_row: Row) -> list[Check]:
 
 
 def _embedding_scale(target: Target, ids_n: Tensor) -> Check:
-    """The first layer is given raw rows × the table's scale, or something that is no multiple of the rows at all."""
+    """The first layer is given raw rows × the table's scale, or nothing that is a multiple of the rows."""
     seen: list[Tensor] = []
 
     def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -76,7 +79,7 @@ def _embedding_scale(target: Target, ids_n: Tensor) -> Check:
     return Check(
         "embedding scale",
         agrees or not proportional,
-        f"the model multiplies embedding rows by {scale:.4g}, the drafter by {target.input_embedding_scale:.4g}"
+        f"the model scales embedding rows by {scale:.4g}, a drafter by {target.input_embedding_scale:.4g}"
         if proportional
         else "the model adds more than a scale to embedding rows; the drafter reads the raw rows",
         f"add {target.model_type} with its embedding scale to models/families.py",
@@ -84,7 +87,7 @@ def _embedding_scale(target: Target, ids_n: Tensor) -> Check:
 
 
 def _greedy_tokens(target: Target, ids_n: Tensor, reference_nV: Tensor) -> Check:
-    """Our last hidden → head gives the model's own logits and greedy tokens (near-ties in low precision apart)."""
+    """Our last hidden → head gives the model's own logits and greedy tokens (but for near-ties)."""
     logits_nV, _ = target.decode_step(ids_n, target.new_cache(), 0)
     ours, theirs = logits_nV.float(), reference_nV.float()
     size = theirs.abs().max()
@@ -97,7 +100,7 @@ def _greedy_tokens(target: Target, ids_n: Tensor, reference_nV: Tensor) -> Check
         "greedy tokens",
         difference <= allowed and changed == 0,
         f"logits differ by {difference:.1e} of the largest, {changed} of {len(ids_n)} greedy tokens changed",
-        f"the head of {target.model_type} scales or caps its logits in a way that models/families.py does not know: add it",
+        f"{target.model_type} scales or caps its logits in a way models/families.py does not know: add it",
     )
 
 
@@ -110,8 +113,8 @@ def _taps_are_layer_outputs(target: Target, taps_nC: Tensor, hidden_states: tupl
     return Check(
         "taps are layer outputs",
         worst <= tolerance(target.dtype),
-        f"layers {' '.join(map(str, target.target_layer_ids))} differ from transformers' hidden states by {worst:.1e}",
-        f"layers of {target.model_type} do not return their hidden state first: this model cannot be tapped as it is",
+        f"layers {' '.join(map(str, target.target_layer_ids))} differ from transformers' by {worst:.1e}",
+        f"layers of {target.model_type} return no hidden state: it cannot be tapped",
     )
 
 
@@ -126,7 +129,7 @@ def _taps_healthy(target: Target, taps_nC: Tensor) -> Check:
         "taps healthy",
         problem is None,
         problem or f"{len(taps)} taps are finite, vary between tokens and differ between layers",
-        "the target's weights are broken or not those of its config.json: load it in transformers and generate a text",
+        "the weights are broken or not those of config.json: try transformers' generate on them",
     )
 
 
@@ -135,7 +138,9 @@ def _isolation(target: Target, ids_n: Tensor) -> Check:
     first, second = _two_documents(ids_n)
     row_SC = target.taps(_row([first, second]))
     alone = [
-        target.model(input_ids=d[None].to(target.device), output_hidden_states=True, use_cache=False).hidden_states
+        target.model(
+            input_ids=d[None].to(target.device), output_hidden_states=True, use_cache=False
+        ).hidden_states
         for d in (first, second)
     ]
     alone_nC = torch.cat(
@@ -146,14 +151,14 @@ def _isolation(target: Target, ids_n: Tensor) -> Check:
     return Check(
         "documents isolated",
         worst <= tolerance(target.dtype) and clean,
-        f"{target.isolation} documents of {len(first)} and {len(second)} tokens differ from each alone by {worst:.1e}"
+        f"{len(first)} and {len(second)} tokens, {target.isolation}, differ from each alone by {worst:.1e}"
         + ("" if clean else "; padding is not zero"),
-        f"documents of one row see each other: set the isolation of {target.model_type} to unpacked in models/families.py",
+        f"documents see each other: unpack {target.model_type} in models/families.py",
     )
 
 
 def _positions(target: Target, ids_n: Tensor) -> Check:
-    """The positions given to the model restart in every document. Rotary is relative: outputs alone cannot show this."""
+    """The positions given to the model restart in every document (outputs cannot show it)."""
     first, second = _two_documents(ids_n)
     given: list[Tensor] = []
 
@@ -181,12 +186,15 @@ def _positions(target: Target, ids_n: Tensor) -> Check:
 
 
 def tap_health(taps_SC: Tensor, num_taps: int) -> str | None:
-    """What is wrong with a row's taps [S, T·H], or None. One reduction over the taps and one read from the device.
+    """What is wrong with a row's taps [S, T·H], or None: one reduction, one read from the device.
 
-    Names the first tap with non-finite, all-zero, or everywhere equal features. Zeros after the last non-zero token are
-    padding. A row whose tokens are all the same is reported as constant too: its taps are.
+    Names the first tap with non-finite, all-zero, or everywhere equal features. Zeros after the last
+    non-zero token are padding. A row whose tokens are all the same is reported as constant too: its taps
+    are.
     """
-    norms_TS = torch.linalg.vector_norm(taps_SC.unflatten(-1, (num_taps, -1)), dim=-1, dtype=torch.float32).T.cpu()
+    norms_TS = torch.linalg.vector_norm(
+        taps_SC.unflatten(-1, (num_taps, -1)), dim=-1, dtype=torch.float32
+    ).T.cpu()
     used = int((norms_TS != 0).any(0).nonzero().max()) + 1 if norms_TS.any() else 0
     for t, norms in enumerate(norms_TS[:, :used]):
         name = f"tap {t + 1} of {num_taps}"
@@ -195,9 +203,9 @@ def tap_health(taps_SC: Tensor, num_taps: int) -> str | None:
         if not norms.all():
             return f"{name} is all zero at {int((norms == 0).sum())} of {used} tokens"
         # Equal lengths are only a suspicion, cheap to have; the features themselves decide.
-        if used > 1 and norms.max() <= norms.min() * (1 + 1e-6):
-            features = taps_SC.unflatten(-1, (num_taps, -1))[:used, t]
-            if bool((features == features[0]).all()):
+        if used > 1 and norms.max() <= norms.min() * (1 + 1e-5):
+            features = taps_SC.unflatten(-1, (num_taps, -1))[:used, t].float()
+            if bool((features - features[0]).abs().max() <= 1e-5 * features.abs().max()):
                 return f"{name} is the same at all {used} tokens"
     return None if used else "all taps are zero"
 
