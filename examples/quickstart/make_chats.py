@@ -1,8 +1,9 @@
 """Make `chats.jsonl.gz`: conversations that the small target writes itself, both turns of them.
 
-The model is fed the header of a user turn and sampled: what it writes is a prompt of the kind it was tuned on.
-It then answers each prompt greedily, so that the answers are exactly what a drafter has to foresee. Runs on a GPU in a
-few minutes (batches of thousands); the file ships with the project so that nobody has to do it again.
+The model is fed the header of a user turn and sampled: what it writes is a prompt of the kind it was tuned
+on. It then answers each prompt greedily, so that the answers are exactly what a drafter has to foresee.
+Runs on a GPU in a few minutes (batches of thousands); the file ships with the project so that nobody has to
+do it again.
 """
 
 import argparse
@@ -19,8 +20,11 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 @torch.inference_mode()
-def complete(model, tokenizer, prompts: list[list[int]], max_new: int, batch: int, **sampling) -> list[list[int]]:
-    """Continue every prompt; a list of new ids each, cut after <|im_end|>. Batches hold prompts of like length."""
+def complete(
+    model, tokenizer, prompts: list[list[int]], max_new: int, batch: int, **sampling
+) -> list[list[int]]:
+    """Continue every prompt; a list of new ids each, cut after <|im_end|>. Batches hold prompts of like
+    length."""
     eos, device = tokenizer.eos_token_id, model.device
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     out: list[list[int]] = [[] for _ in prompts]
@@ -33,7 +37,11 @@ def complete(model, tokenizer, prompts: list[list[int]], max_new: int, batch: in
             ids[r, width - len(prompts[i]) :] = torch.tensor(prompts[i])
             mask[r, width - len(prompts[i]) :] = 1
         made = model.generate(
-            ids.to(device), attention_mask=mask.to(device), max_new_tokens=max_new, pad_token_id=eos, **sampling
+            ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=max_new,
+            pad_token_id=eos,
+            **sampling,
         )
         for i, row in zip(rows, made[:, width:].tolist(), strict=True):
             out[i] = row[: row.index(eos) + 1] if eos in row else row
@@ -60,7 +68,15 @@ def main() -> None:
     began = time.perf_counter()
     header = tokenizer.encode(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
     drawn = complete(
-        model, tokenizer, [header] * args.prompts, 128, args.batch, do_sample=True, temperature=1.0, top_p=0.95, top_k=0
+        model,
+        tokenizer,
+        [header] * args.prompts,
+        128,
+        args.batch,
+        do_sample=True,
+        temperature=1.0,
+        top_p=0.95,
+        top_k=0,
     )
     texts = sorted({tokenizer.decode(d[:-1]).strip() for d in drawn if len(d) > 4 and d[-1] == eos})
     print(f"{len(texts)} prompts of {len(drawn)} kept, {time.perf_counter() - began:.0f} s", flush=True)
@@ -85,7 +101,9 @@ def main() -> None:
         if again[: len(prompt) + len(answer)] != prompt + answer or len(answer) < 8:
             continue  # text that does not tokenise back to what the model said would teach something else
         lines.append(json.dumps({"messages": messages, "finished": finished}, ensure_ascii=False) + "\n")
-    random.Random(args.seed).shuffle(lines)  # the prompts were sorted: any prefix of the file is a fair sample
+    random.Random(args.seed).shuffle(
+        lines
+    )  # the prompts were sorted: any prefix of the file is a fair sample
     with gzip.open(args.output, "wt", encoding="utf-8", compresslevel=9) as f:
         f.writelines(lines)
     print(f"{len(lines)} of {len(texts)} conversations written to {args.output}")

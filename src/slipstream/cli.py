@@ -23,7 +23,8 @@ from slipstream.config import (
     set_process_environment,
 )
 
-USAGE = """usage: slipstream VERB [--config RECIPE.yaml] [flags]     (slipstream VERB --help shows a verb's flags)
+USAGE = """usage: slipstream VERB [--config RECIPE.yaml] [flags]     (slipstream VERB --help shows a verb's
+flags)
 
   prepare   chats or token ids → token shards
   cache     record the target's taps on disk, for small targets and many epochs
@@ -39,15 +40,16 @@ def run_prepare(config: PrepareConfig) -> None:
     from slipstream.training.metrics import Display
 
     display = Display()
-    display.start("prepare", 0)
-    summary = prepare(config, lambda done, total: display.advance(done))
+    display.start("prepare", 100)
+    summary = prepare(config, lambda done, total: display.advance(100 * done // (total or 1), "%"))
     display.stop()
-    for line in summary_lines(summary):
-        display.say(line)
-
-
-def summary_lines(summary: dict[str, Any]) -> list[str]:
-    return [f"prepare: {key}: {value}" for key, value in summary.items()]
+    counts, splits = summary["counts"], summary["splits"]
+    display.say("prepare: " + ", ".join(f"{n} {what}" for what, n in counts.items() if isinstance(n, int)))
+    for reason, n in counts["skipped"].items():
+        display.say(f"prepare: {n} skipped: {reason} (the first: {counts['skipped_examples'][reason]})")
+    for split, facts in splits.items():
+        display.say(f"prepare: {split}: " + ", ".join(f"{n:,} {what}" for what, n in facts.items()))
+    display.say(f"prepare: shards and manifest in {summary['output_dir']}")
 
 
 def run_cache(config: CacheConfig) -> None:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from slipstream.data.pack import Row
@@ -47,10 +46,16 @@ def golden_forward(golden, kind: str):
     drafter = Drafter(CONFIG)
     drafter.load_state_dict(names)
     row = golden_row(golden)
-    blocks = make_blocks(row, golden["anchors"], len(golden["anchors"]), CONFIG.block_size, CONFIG.mask_token_id)
+    blocks = make_blocks(
+        row, golden["anchors"], len(golden["anchors"]), CONFIG.block_size, CONFIG.mask_token_id
+    )
     x = frozen["embed_tokens.weight"][blocks.input_ids_NB.flatten()]
     hidden = drafter(
-        golden["hidden_states"][0], row.positions, x, blocks.positions_NB.flatten(), make_attend(kind, blocks, CONFIG)
+        golden["hidden_states"][0],
+        row.positions,
+        x,
+        blocks.positions_NB.flatten(),
+        make_attend(kind, blocks, CONFIG),
     )
     return hidden, blocks, frozen["lm_head.weight"]
 

@@ -278,9 +278,9 @@ def test_a_hybrid_target_waits_with_accepted_tokens_and_catches_up_before_they_g
     lengths = []
     step = target.decode_step
 
-    def spy(ids: Tensor, cache, start: int):
+    def spy(ids: Tensor, cache, start: int, last: int | None = None):
         lengths.append(len(ids))
-        return step(ids, cache, start)
+        return step(ids, cache, start, last)
 
     monkeypatch.setattr(target, "decode_step", spy)
     monkeypatch.setattr(rollback, "MAX_WAITING", 10)

@@ -69,7 +69,7 @@ def compare(target: Target, requests: Sequence[tuple[Prompt, Decoded, Decoded]])
 
 @torch.inference_mode()
 def _margin(target: Target, ids: list[int], plain: int, speculative: int) -> float:
-    logits_nV, _ = target.decode_step(torch.tensor(ids, device=target.device), target.new_cache(), 0)
+    logits_nV, _ = target.decode_step(torch.tensor(ids, device=target.device), target.new_cache(), 0, last=1)
     return float(logits_nV[-1, plain].float() - logits_nV[-1, speculative].float())
 
 

@@ -101,18 +101,19 @@ class TargetReader:
     def prefill(self, ids_n: Tensor) -> tuple[Tensor, Tensor]:
         """Reads and keeps a prompt: logits [V] after its last token, and its taps [n, T·H]."""
         assert self.length == 0
-        logits_nV, taps = self.target.decode_step(ids_n, self.cache, 0)
+        logits_1V, taps = self.target.decode_step(ids_n, self.cache, 0, last=1)
         drop_attention_tail(self.cache, 0)
         self.length = len(ids_n)
-        return logits_nV[-1], taps
+        return logits_1V[0], taps
 
     def read(self, ids_n: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [n, V] and taps [n, T·H] of n new tokens; `keep` must follow before the next `read`."""
         self._before = [copy_linear_state(layer) for layer in self.linear]
         waiting = len(self._waiting)
         self._read = torch.cat([self._waiting, ids_n]) if waiting else ids_n
-        logits, taps = self.target.decode_step(self._read, self.cache, self.length - waiting)
-        return logits[waiting:], taps[waiting:]
+        start = self.length - waiting
+        logits, taps = self.target.decode_step(self._read, self.cache, start, last=len(ids_n))
+        return logits, taps[waiting:]
 
     def keep(self, count: int) -> None:
         """Keeps the first `count` tokens of the last `read` and forgets the others."""
@@ -135,7 +136,7 @@ class TargetReader:
     def catch_up(self) -> None:
         """Reads the waiting tokens, so that the cache holds all that was kept."""
         if len(self._waiting):
-            self.target.decode_step(self._waiting, self.cache, self.length - len(self._waiting))
+            self.target.decode_step(self._waiting, self.cache, self.length - len(self._waiting), last=1)
             drop_attention_tail(self.cache, 0)
             self._waiting = self._waiting[:0]
             self.catch_up_passes += 1

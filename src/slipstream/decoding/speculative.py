@@ -189,7 +189,7 @@ def generate_plain(
     """One token a pass. `generator` lives on the target's device and is used for T > 0 only."""
     start = time.perf_counter()
     cache = target.new_cache()
-    logits_nV, _ = target.decode_step(_tensor(prompt_ids, target), cache, 0)
+    logits_nV, _ = target.decode_step(_tensor(prompt_ids, target), cache, 0, last=1)
     tokens = [choose(logits_nV[-1], temperature, generator)]
     prefilled = time.perf_counter()
     while len(tokens) < max_new and tokens[-1] not in stop_ids:

@@ -147,11 +147,15 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x Wᵀ without bias, computed in x's dtype from an fp32 master."""
+    """x Wᵀ without bias, computed in x's dtype from an fp32 master; starts with deviation 1/√width_in.
+
+    Such weights keep the scale of what passes through. At H = 576 they learn faster than the usual 0.02:
+    after 150 k labels τ 1.30 against 1.18 (docs/training.md).
+    """
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width_out, width_in).normal_(std=0.02))
+        self.weight = nn.Parameter(torch.empty(width_out, width_in).normal_(std=width_in**-0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))

@@ -227,10 +227,13 @@ class Target:
         return DynamicCache(config=self.config)
 
     @torch.no_grad()
-    def decode_step(self, ids_n: Tensor, cache: DynamicCache, start: int) -> tuple[Tensor, Tensor]:
+    def decode_step(
+        self, ids_n: Tensor, cache: DynamicCache, start: int, last: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One cached pass over n tokens at positions start … start+n−1, after those in `cache` (extended).
 
-        Logits [n, V] and taps [n, T·H], in the target's dtype on its device.
+        Logits [last, V] of the last `last` tokens (default: all n) and taps [n, T·H], in the target's dtype
+        on its device. A prefill wants one row of logits, not a vocabulary for every token of the prompt.
         """
         ids = ids_n.to(self.device)
         self._taps = []
@@ -244,7 +247,8 @@ class Target:
             taps_nC = torch.cat(self._taps, dim=-1)[0]
         finally:
             self._taps = None
-        return self.head.logits(output.last_hidden_state[0]), taps_nC
+        hidden_nH = output.last_hidden_state[0]
+        return self.head.logits(hidden_nH if last is None else hidden_nH[-last:]), taps_nC
 
 
 def group_spans(spans: list[Span], budget: int) -> list[list[Span]]:

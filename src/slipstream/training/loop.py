@@ -126,7 +126,8 @@ def row_loss(
     blocks = make_blocks(row, anchors, config.max_anchors, config.block_size, drafter.config.mask_token_id)
     blocks = blocks.to(run.device)
     taps_ST = link(row).to(run.dtype)
-    if run.device.type == "cpu" and (trouble := tap_health(taps_ST[: row.spans()[-1][1]], len(run.target.target_layer_ids))):
+    used, layers = row.spans()[-1][1], len(run.target.target_layer_ids)
+    if run.device.type == "cpu" and (trouble := tap_health(taps_ST[:used], layers)):
         raise UserError(
             f"row {row.row_id}: the target's features are {trouble}: training on them teaches nothing"
         )
@@ -148,7 +149,11 @@ def embed(run: Run, ids: Tensor) -> Tensor:
 
 
 def update(
-    parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, weight: Tensor, config: TrainConfig, lr: float
+    parameters: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    weight: Tensor,
+    config: TrainConfig,
+    lr: float,
 ) -> Tensor:
     """Divide the summed gradients by the summed weight, clip by the global norm, step; the norm before
     clipping.
@@ -235,7 +240,8 @@ def report_validation(facts: dict[str, Any], step: int, metrics: MetricsFile, di
     metrics.write("validation", step, **facts)
     slots = " ".join(f"{a:.2f}" for a in facts["slot_accuracy"])
     display.say(
-        f"validation at step {step}: τ {facts['tau']:.3f}  loss {facts['loss']:.4f}  accuracy by slot {slots}  "
+        f"validation at step {step}: τ {facts['tau']:.3f}  loss {facts['loss']:.4f}  "
+        f"accuracy by slot {slots}  "
         f"({facts['blocks']} blocks, {facts['blocks_short']} short, coverage {facts['coverage']:.0%})"
     )
 

@@ -108,7 +108,8 @@ def describe_rows(rows: Rows, what: str) -> str:
         ", ".join(f"{n} {reason}" for reason, n in rows.packing.counts.items() if n) or "none cut or left out"
     )
     return (
-        f"{what}: {len(rows.dataset.lengths)} documents, {int(rows.dataset.lengths.sum()):,} tokens in {rows.count} rows, "
+        f"{what}: {len(rows.dataset)} documents, {int(rows.dataset.lengths.sum()):,} tokens in "
+        f"{len(rows.packing)} rows, {rows.count} of them used, "
         f"{rows.packing.utilisation:.1%} full ({counts})"
     )
 
@@ -166,8 +167,8 @@ def check_anchors(rows: Rows, config: TrainConfig) -> None:
         raise UserError(f"--max-anchors {config.max_anchors}: at least one block a row is needed")
     if not any(len(anchor_candidates(row)) for row in rows):
         raise UserError(
-            f"{config.data_dir}: no row of {config.token_budget} tokens has two supervised tokens in a row, so no "
-            "anchor is possible: raise --token-budget, or prepare data with longer answers"
+            f"{config.data_dir}: no row of {config.token_budget} tokens has two neighbouring supervised "
+            "tokens, so no anchor is possible: raise --token-budget, or prepare data with longer answers"
         )
 
 
@@ -196,8 +197,8 @@ def open_run(config: TrainConfig, display: Display) -> Run:
     """
     if config.dp_pairs > 0:
         raise UserError(
-            f"--dp-pairs {config.dp_pairs}: split placement over several GPUs is not there yet: leave it out (or 0) "
-            "to train on one device"
+            f"--dp-pairs {config.dp_pairs}: split placement over several GPUs is not there yet: "
+            "leave it out (or 0) to train on one device"
         )
     check_run_folder(config)
     device = choose_device(config.device)
@@ -345,8 +346,8 @@ def describe_drafter(drafter: Drafter, target: Target, mask_source: str) -> str:
     c = drafter.config
     millions = sum(p.numel() for p in drafter.parameters()) / 1e6
     return (
-        f"drafter: {millions:.1f} M parameters, {c.num_layers} layers, heads {c.num_heads}/{c.num_kv_heads} of "
-        f"{c.head_dim}, MLP {c.intermediate_size}, block {c.block_size}, taps {list(c.target_layer_ids)} of "
+        f"drafter: {millions:.1f} M parameters, {c.num_layers} layers, "
+        f"heads {c.num_heads}/{c.num_kv_heads} of {c.head_dim}, MLP {c.intermediate_size}, block {c.block_size}, taps {list(c.target_layer_ids)} of "
         f"{c.num_target_layers}, mask token {c.mask_token_id} ({mask_source}); target {target.model_type}, "
         f"H {target.hidden_size}, V {target.vocab_size}, documents {target.isolation}"
     )
@@ -358,8 +359,9 @@ def describe_plan(run: Run) -> str:
     epochs = run.steps * config.accumulation / run.rows.count
     bound = "" if config.max_minutes is None else f", at most {config.max_minutes:g} minutes"
     return (
-        f"plan: target and drafter on {device_name(run.device)}, {str(run.dtype).removeprefix('torch.')} matrix work, "
+        f"plan: target and drafter on {device_name(run.device)}, "
+        f"{str(run.dtype).removeprefix('torch.')} matrix work, "
         f"{run.attention} attention, taps {'from ' + config.taps_dir if config.taps_dir else 'online'}; "
-        f"{run.steps} steps of {config.accumulation} × {config.token_budget} tokens with at most {config.max_anchors} "
-        f"anchors a row ({epochs:.2f} epochs of {run.rows.count} rows){bound}"
+        f"{run.steps} steps of {config.accumulation} × {config.token_budget} tokens with at most "
+        f"{config.max_anchors} anchors a row ({epochs:.2f} epochs of {run.rows.count} rows){bound}"
     )
