@@ -83,7 +83,8 @@ def build_model(reader: gguf.GGUFReader, meta: dict) -> LlamaForCausalLM:
         )  # a copy: the GGUF is a read-only memory map
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     missing, unexpected = model.load_state_dict(state, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)
+    assert set(missing) <= {"lm_head.weight"}, missing
+    assert not unexpected, unexpected
     model.tie_weights()
     return model
 

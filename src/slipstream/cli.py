@@ -40,8 +40,8 @@ def run_prepare(config: PrepareConfig) -> None:
     from slipstream.training.metrics import Display
 
     display = Display()
-    display.start("prepare", 100)
-    summary = prepare(config, lambda done, total: display.advance(100 * done // (total or 1), "%"))
+    display.start("prepare", 100, percent=True)
+    summary = prepare(config, lambda done, total: display.advance(100 * done // (total or 1)))
     display.stop()
     counts, splits = summary["counts"], summary["splits"]
     display.say("prepare: " + ", ".join(f"{n} {what}" for what, n in counts.items() if isinstance(n, int)))

@@ -15,9 +15,19 @@ from slipstream.training.loss import SlotWeights, block_loss
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CONFIG = DrafterConfig(
-    hidden_size=128, vocab_size=1024, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=256,
-    block_size=8, mask_token_id=1023, target_layer_ids=(0, 2, 3), num_target_layers=6, rope_theta=1e6,
-)  # fmt: skip
+    hidden_size=128,
+    vocab_size=1024,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=256,
+    block_size=8,
+    mask_token_id=1023,
+    target_layer_ids=(0, 2, 3),
+    num_target_layers=6,
+    rope_theta=1e6,
+)
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def train(run: Run, display: Display) -> Trained:
     first_step, began = position.step, time.monotonic()
     validation, tokens, window_began = None, 0, began
 
-    display.start("train", run.steps, position.step)
+    display.start("train", 100, int(100 * progress(position, run)), percent=True)
     with StopSignal() as stop:
         while not finished(position, run) and not stop.requested:
             # one optimiser step: sums over the rows of the step, divided once
@@ -94,11 +94,12 @@ def train(run: Run, display: Display) -> Trained:
                 tokens, window_began = 0, now
                 extra = {"lr": learning_rate, "grad_norm": float(norm), "tokens_per_second": speed}
                 metrics.write("train", position.step, **facts, **extra, **memory(device))
-                line = f"loss {facts['loss']:.4f}  τ {facts['tau']:.3f}  lr {learning_rate:.1e}  {speed:,.0f} tok/s"
-                display.advance(position.step, line, line=True)
+                line = f"step {position.step}  loss {facts['loss']:.4f}  τ {facts['tau']:.3f}"
+                line += f"  lr {learning_rate:.1e}  {speed:,.0f} tok/s"
+                display.advance(int(100 * progress(position, run)), line, line=True)
                 alarm_still(stillness, position.step - first_step, position.step, metrics, display)
             else:
-                display.advance(position.step)
+                display.advance(int(100 * progress(position, run)), f"step {position.step}")
             if position.step % config.eval_interval == 0 and run.heldout is not None:
                 validation = validate(run)
                 report_validation(validation, position.step, metrics, display)

@@ -20,6 +20,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -126,10 +127,12 @@ class Display:
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
 
-    def start(self, what: str, total: int, done: int = 0) -> None:
-        self.what, self.total = what, total
+    def start(self, what: str, total: int, done: int = 0, percent: bool = False) -> None:
+        """A piece of work of `total` items, or of 100 percent."""
+        self.what, self.total, self.percent = what, total, percent
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            count = TaskProgressColumn() if percent else MofNCompleteColumn()
+            columns = (TextColumn("{task.description}"), BarColumn(), count)
             times = (
                 TimeElapsedColumn(),
                 TextColumn("left"),
@@ -150,7 +153,8 @@ class Display:
             )
         elif line or time.monotonic() - self._last > 10:
             self._last = time.monotonic()
-            self.say(f"{self.what} {done}/{self.total} {facts}".rstrip())
+            count = f"{done} %" if self.percent else f"{done}/{self.total}"
+            self.say(f"{self.what} {count} {facts}".rstrip())
 
     def stop(self) -> None:
         if self.progress is not None:

