@@ -64,7 +64,7 @@ def summarise(run: Path, result: dict, seconds: float) -> dict:
 def show(summary: dict, base: Path, target: Path, run: Path) -> None:
     low, high = summary["tau_interval"]
     table = Table(
-        title="slipstream quickstart: SmolLM2-135M-Instruct (Q4_1, dequantised), held-out prompts, greedy"
+        title="slipstream quickstart: SmolLM2-135M-Instruct (dequantised Q4_1), held-out prompts, greedy"
     )
     table.add_column("", justify="left")
     table.add_column("", justify="right")
@@ -88,8 +88,8 @@ def show(summary: dict, base: Path, target: Path, run: Path) -> None:
         table.add_row(name, value)
     console.print(table)
     console.print(
-        "τ = tokens per target pass, the target's own included: 1 means that no draft was right. A pass over a whole\n"
-        "block costs a CPU more than a pass over one token, so on a CPU a higher τ need not mean more tokens/s."
+        "τ = tokens per target pass, the target's own included: 1 means that no draft was right. A pass over\n"
+        "a whole block costs a CPU more than a pass over one token, so there a higher τ need not be faster."
     )
 
 
@@ -132,14 +132,10 @@ def main() -> None:
     slipstream("train", "--config", recipe, *where, "--output-dir", run, "--decode-prompts", 0, *minutes)
 
     say(5, "decode held-out prompts with the exported drafter")
-    result, where = base / "eval.json", where[:2] + where[4:6]
-    prompts = (
-        ["--max-prompts", 64, "--max-new-tokens", 192]
-        if cuda
-        else ["--max-prompts", 10, "--max-new-tokens", 60]
-    )
+    result = base / "eval.json"
     slipstream(
-        "eval", *where, "--drafter", run / "export", "--prompts", data, "--ngram-data", data, "--control", *prompts,
+        "eval", *where[:2], *where[4:6], "--drafter", run / "export", "--prompts", data, "--ngram-data", data,
+        "--control", "--max-prompts", 64 if cuda else 10, "--max-new-tokens", 192 if cuda else 60,
         "--lossless-tokens", 60, "--output", result,
     )  # fmt: skip
 
