@@ -88,8 +88,8 @@ def show(summary: dict, base: Path, target: Path, run: Path) -> None:
         table.add_row(name, value)
     console.print(table)
     console.print(
-        "τ = tokens per target pass, the target's own included: 1 means that no draft was right. A pass over\n"
-        "a whole block costs a CPU more than a pass over one token, so there a higher τ need not be faster."
+        "τ = tokens per target pass, the target's own included: 1 means that no draft was right. A pass\n"
+        "over a whole block costs a CPU more than one over one token: there a higher τ need not be faster."
     )
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     result = base / "eval.json"
     slipstream(
         "eval", *where[:2], *where[4:6], "--drafter", run / "export", "--prompts", data, "--ngram-data", data,
-        "--control", "--max-prompts", 64 if cuda else 10, "--max-new-tokens", 192 if cuda else 60,
+        "--control", "--max-prompts", 16 if cuda else 10, "--max-new-tokens", 128 if cuda else 60,
         "--lossless-tokens", 60, "--output", result,
     )  # fmt: skip
 
