@@ -4,6 +4,8 @@ inside its verb.
 
 from __future__ import annotations
 
+import errno
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from slipstream.config import (
     PrepareConfig,
     TrainConfig,
     UserError,
+    check_ranges,
     check_required,
     from_dict,
     nearest,
@@ -39,10 +42,9 @@ def run_prepare(config: PrepareConfig) -> None:
     from slipstream.data.prepare import prepare
     from slipstream.training.metrics import Display
 
-    display = Display()
-    display.start("prepare", 100, percent=True)
-    summary = prepare(config, lambda done, total: display.advance(100 * done // (total or 1)))
-    display.stop()
+    with Display() as display:
+        display.start("prepare", 100, percent=True)
+        summary = prepare(config, lambda done, total: display.advance(100 * done // (total or 1)))
     counts, splits = summary["counts"], summary["splits"]
     display.say("prepare: " + ", ".join(f"{n} {what}" for what, n in counts.items() if isinstance(n, int)))
     for reason, n in counts["skipped"].items():
@@ -56,7 +58,8 @@ def run_cache(config: CacheConfig) -> None:
     from slipstream.training.metrics import Display
     from slipstream.training.record import record_taps
 
-    record_taps(config, Display())
+    with Display() as display:
+        record_taps(config, display)
 
 
 def run_train(config: TrainConfig) -> None:
@@ -65,16 +68,18 @@ def run_train(config: TrainConfig) -> None:
     from slipstream.training.metrics import Display
     from slipstream.training.setup import describe_plan, open_run, write_run_facts
 
-    display = Display()
-    run = open_run(config, display)
-    display.say(describe_plan(run))
-    if config.plan:
-        return
-    write_run_facts(run)
-    trained = train(run, display)
+    with Display() as display:
+        run = open_run(config, display)
+        display.say(describe_plan(run))
+        if config.plan:
+            return
+        write_run_facts(run)
+        trained = train(run, display)
     if trained.interrupted:
-        again = " ".join(["slipstream", *sys.argv[1:]])
-        display.say(f"stopped at step {trained.position.step}, saved. Resume with: {again}")
+        again = f"slipstream train --config {shlex.quote(str(run.folder / 'config.yaml'))}"
+        step = trained.position.step
+        stopped = f"stopped at step {step}, saved" if step else "stopped before the first step"
+        display.say(f"{stopped}. Resume with: {again}")
         return
     exported = export_run(run.folder, run.folder / "export", replace=True)
     display.say(f"export: {exported}")
@@ -105,6 +110,15 @@ VERBS: dict[str, tuple[type, Callable[[Any], None]]] = {
 }
 
 
+FULL = "free space and run the same command again"
+CLOSED = "choose a place that can be written to, or change its permissions"
+MENDS = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), FULL),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), CLOSED),
+}
+"""What a user can do about the machine's own refusals, wherever they come up."""
+
+
 def parse(cls: type, verb: str, args: list[str]) -> Any:
     """A verb's settings from its flags over its recipe. tyro ends the process itself for `--help` and
     unknown flags.
@@ -116,6 +130,8 @@ def parse(cls: type, verb: str, args: list[str]) -> Any:
         arg = args.pop(0)
         if arg == "--config" or arg.startswith("--config="):
             path = arg.partition("=")[2] or (args.pop(0) if args else "")
+            if not path:
+                raise UserError(f"slipstream {verb}: --config: name a recipe, a YAML file")
             values.update(read_yaml(path))
             where = path
         else:
@@ -123,6 +139,7 @@ def parse(cls: type, verb: str, args: list[str]) -> Any:
     default = from_dict(cls, values, where) if values else cls()
     config = tyro.cli(cls, prog=f"slipstream {verb}", default=default, args=rest)
     check_required(config, f"slipstream {verb}")
+    check_ranges(config)
     return config
 
 
@@ -151,7 +168,12 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as e:
         if debug:
             raise
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {e}".replace("\n", " "), file=sys.stderr)
+        return 2
+    except OSError as e:
+        if debug or e.errno not in MENDS:
+            raise
+        print(f"error: {e.filename or f'slipstream {verb}'}: {e.strerror}: {MENDS[e.errno]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

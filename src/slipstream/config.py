@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import types
 import typing
@@ -149,7 +150,7 @@ class TrainConfig:
     attention: Literal["auto", "flex", "documents", "dense"] = "auto"
     """Block attention: compiled flex (CUDA), dense one document at a time (CPU), or dense (the oracle)."""
     compile: bool = True
-    """Compile the drafter's layers on CUDA; `--no-compile` for debugging."""
+    """Compiled flex attention on CUDA; `--no-compile` debugs with dense attention one document at a time."""
     dp_pairs: int = 0
     """Pairs of a target GPU and a drafter GPU; 0 chooses by what is there."""
 
@@ -255,6 +256,16 @@ REQUIRED: dict[type, tuple[str, ...]] = {
 }
 
 
+AT_LEAST: dict[str, int] = {
+    "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 2, "intermediate_size": 1, "sliding_window": 1,
+    "token_budget": 2, "noise": 0, "max_steps": 1, "accumulation": 1, "weight_decay": 0, "seed": 0,
+    "log_interval": 1, "save_interval": 1, "keep_checkpoints": 1, "eval_interval": 1, "eval_rows": 0,
+    "decode_prompts": 0, "decode_tokens": 1, "dp_pairs": 0, "limit_rows": 1, "heldout_rows": 0,
+}  # fmt: skip
+POSITIVE = ("gamma", "epochs", "max_minutes", "lr", "clip")
+SHARES = ("warmup", "betas", "dpace_floor")
+
+
 def nearest(name: str, known: typing.Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the closest known name, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
@@ -266,6 +277,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as e:
         raise UserError(f"{path}: cannot read this recipe: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: not UTF-8 at byte {e.start}: a recipe is a YAML text file") from None
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as e:
@@ -304,6 +317,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         return value
     if origin is tuple:
         items = value if isinstance(value, list | tuple) else [value]
+        if args[-1] is not Ellipsis and len(items) != len(args):
+            raise UserError(f"{where}: expected {len(args)} values, found {len(items)}")
         return tuple(_coerce(v, args[0], where) for v in items)
     if hint is float and isinstance(value, str):  # YAML 1.1 reads 6e-4 as text
         try:
@@ -326,7 +341,24 @@ def check_required(config: Any, how: str) -> None:
     values = dataclasses.asdict(config)
     for name in REQUIRED[type(config)]:
         if not values[name]:
-            raise UserError(f"{how}: --{name.replace('_', '-')} is missing")
+            raise UserError(f"{how}: --{name.replace('_', '-')} is missing: give it, or {name} in a --config")
+
+
+def check_ranges(config: Any) -> None:
+    """Numbers that can mean nothing are refused by their flag's name before any work."""
+    for name, value in dataclasses.asdict(config).items():
+        values = [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, int | float)]
+        least = AT_LEAST.get(name)
+        for v in values:
+            what = "finite" if not math.isfinite(v) else None
+            if name in POSITIVE and v <= 0:
+                what = "above 0"
+            elif least is not None and v < least:
+                what = f"at least {least}"
+            elif name in SHARES and not 0 <= v < 1:
+                what = "at least 0 and below 1"
+            if what:
+                raise UserError(f"--{name.replace('_', '-')} {v}: must be {what}")
 
 
 def set_process_environment() -> None:
@@ -347,6 +379,7 @@ __all__ = [
     "PrepareConfig",
     "TrainConfig",
     "UserError",
+    "check_ranges",
     "check_required",
     "default_gamma",
     "from_dict",

@@ -302,6 +302,11 @@ def _open_completions(folder: Path, split: Split) -> TokenDataset:
             documents.append(document)
         shards.append((path, documents))
     counts |= {"kept": len(hashes), "skipped": dict(counts["skipped"])}
+    if not hashes:
+        raise UserError(
+            f"{folder}: no supervised token in {counts['records']} records: loss_mask must be 1 where the "
+            "model answered, or response_ids hold its answer"
+        )
     cut = _hold_out(np.array(hashes, np.uint64))
     digest = hashlib.sha256()
     chosen = []

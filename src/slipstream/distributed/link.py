@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -67,12 +67,12 @@ class TapCache:
         folder = Path(folder)
         try:
             values = json.loads((folder / FACTS).read_text())
-        except (OSError, json.JSONDecodeError):
+            values["target_layer_ids"] = tuple(values["target_layer_ids"])
+            return TapCache(folder, TapFacts(**values))
+        except (OSError, ValueError, KeyError, TypeError):
             raise UserError(
                 f"{folder / FACTS}: not there or broken: record taps with `slipstream cache`"
             ) from None
-        values["target_layer_ids"] = tuple(values["target_layer_ids"])
-        return TapCache(folder, TapFacts(**values))
 
     @staticmethod
     def create(folder: str | Path, facts: TapFacts) -> TapCache:
@@ -82,7 +82,8 @@ class TapCache:
             cache = TapCache.open(folder)
             cache.check(facts)
             return cache
-        if folder.exists() and any(folder.iterdir()):
+        unfinished = {Path(FACTS).with_suffix(".partial").name}
+        if folder.exists() and {p.name for p in folder.iterdir()} - unfinished:
             raise UserError(f"{folder}: is not empty and holds no taps: give a new --output-dir")
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / FACTS, json.dumps(asdict(facts), indent=2).encode())
@@ -102,15 +103,34 @@ class TapCache:
     def path(self, split: str, row_id: int) -> Path:
         return self.folder / split / f"row_{row_id:07d}.safetensors"
 
-    def has(self, split: str, row_id: int) -> bool:
-        return self.path(split, row_id).exists()
+    def has(self, split: str, row: Row) -> bool:
+        """Whether the row's file is there and whole: one that was cut is recorded again."""
+        try:
+            with safe_open(self.path(split, row.row_id), "pt") as f:
+                return f.get_slice("taps").get_shape() == [row.spans()[-1][1], self.facts.width]
+        except (OSError, SafetensorError):
+            return False
+
+    def check_recorded(self, split: str, count: int) -> None:
+        """`UserError` now, not in the middle of a run, when the first `count` rows are not all there."""
+        for row_id in range(count):
+            if not (path := self.path(split, row_id)).exists():
+                raise UserError(f"{path}: missing, the cache is unfinished: run `slipstream cache` again")
 
     def write(self, split: str, row: Row, taps_ST: Tensor) -> None:
         path, used = self.path(split, row.row_id), row.spans()[-1][1]
-        path.parent.mkdir(exist_ok=True)
         partial = path.with_suffix(".partial")
-        save_file({"taps": taps_ST[:used].contiguous().cpu()}, partial)
-        os.replace(partial, path)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            save_file({"taps": taps_ST[:used].contiguous().cpu()}, partial)
+            with partial.open("rb") as f:
+                os.fsync(f.fileno())
+            os.replace(partial, path)
+        except (OSError, SafetensorError) as e:
+            partial.unlink(missing_ok=True)
+            raise UserError(
+                f"{path}: cannot be written ({e}): free space and run `slipstream cache` again"
+            ) from None
 
     def link(self, split: str, device: torch.device) -> TapLink:
         def read(row: Row) -> Tensor:

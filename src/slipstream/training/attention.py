@@ -23,18 +23,22 @@ from slipstream.models.drafter import Attend, DrafterConfig
 from slipstream.training.blocks import Blocks, visibility
 
 
-def choose_attention(asked: str, device: torch.device) -> str:
+def choose_attention(asked: str, device: torch.device, compiled: bool = True) -> str:
     """`flex`, `documents` or `dense` for this device. Raises `UserError` for what cannot train there."""
     if asked == "auto":
-        return "flex" if device.type == "cuda" else "documents"
+        return "flex" if device.type == "cuda" and compiled else "documents"
     if asked == "flex" and device.type != "cuda":
         raise UserError(
             "--attention flex: flex_attention has no backward on a CPU: use auto, documents or dense"
         )
-    if asked != "flex" and device.type == "cuda":
+    if asked == "flex" and not compiled:
         raise UserError(
-            f"--attention {asked}: dense attention on a GPU grows with queries × keys "
-            "(100 GiB at 8192 × 16384): use flex"
+            "--attention flex: uncompiled it would run dense: leave out --no-compile, or use documents"
+        )
+    if asked == "dense" and device.type == "cuda":
+        raise UserError(
+            "--attention dense: dense attention on a GPU grows with queries × keys "
+            "(100 GiB at 8192 × 16384): use flex (or documents to debug without a compiler)"
         )
     return asked
 
@@ -73,13 +77,13 @@ def documents_attend(blocks: Blocks, config: DrafterConfig) -> Attend:
     """Dense attention one document at a time: queries, context and block keys of a document are three
     slices.
     """
-    size, context = blocks.block_size, blocks.context_documents_S.shape[0]
+    size, context, device = blocks.block_size, blocks.context_documents_S.shape[0], blocks.anchors_N.device
     spans, masks = [], {kind: [] for kind in set(config.layer_types)}
     for g in blocks.groups:
         ctx, blk = slice(g.context_start, g.context_end), slice(g.first_block * size, g.last_block * size)
         spans.append((ctx, blk))
-        q = torch.arange(blk.start, blk.stop)
-        k = torch.cat((torch.arange(ctx.start, ctx.stop), q + context))
+        q = torch.arange(blk.start, blk.stop, device=device)
+        k = torch.cat((torch.arange(ctx.start, ctx.stop, device=device), q + context))
         for kind, made in masks.items():
             made.append(visibility(blocks, config.window(kind), config.causal(kind))(q[:, None], k[None, :]))
 
@@ -128,13 +132,26 @@ def flex_mask(blocks: Blocks, config: DrafterConfig, layer_type: str) -> BlockMa
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
-    """One compiled `flex_attention` a process. `fullgraph` and the warnings below make a dense fall-back an
-    error.
+    """One compiled `flex_attention` a process; running it uncompiled is an error.
 
     Seen elsewhere at 8192 × 16384: fused 2–7 ms and 0.3 GiB a layer; the silent dense fall-back 105 GiB.
     """
+    # For calls that are not ours. Not enough for ours: torch warns once a process, and any
+    # `catch_warnings` or `resetwarnings` takes the filter away.
     warnings.filterwarnings("error", message=".*flex_attention called without torch.compile.*")
-    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    return torch.compile(fused_only, fullgraph=True, dynamic=False)
+
+
+def fused_only(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+    """`flex_attention` that refuses to run outside a compiled graph, where it would be dense."""
+    if not torch.compiler.is_compiling():
+        raise UserError(
+            "attention: torch.compile is switched off in this process, so flex_attention would run dense "
+            "(100 GiB at 8192 × 16384): unset TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE and force_eager"
+        )
+    out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)
+    assert isinstance(out, Tensor)
+    return out
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -61,28 +62,56 @@ def save_checkpoint(
         files = {p.name: _file_facts(p) for p in sorted(partial.iterdir())}
         (partial / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
         for path in (*partial.iterdir(), partial):
-            _fsync(path)
-        if final.exists():  # an incomplete or older one of this very step
-            shutil.rmtree(final)
+            fsync(path)
+        if final.exists():  # a damaged one of this very step: a complete one would have been resumed from
+            _discard(final)
         os.replace(partial, final)
-        _fsync(folder)
-    except OSError as e:
+        fsync(folder)
+    except (OSError, SafetensorError) as e:
         shutil.rmtree(partial, ignore_errors=True)
-        if e.errno == errno.ENOSPC:
+        if disk_full(e):
             raise UserError(f"{folder}: the disk is full: free space (the last checkpoint is kept)") from None
         raise
     for old in complete_checkpoints(run_dir)[:-keep]:
-        shutil.rmtree(old)
+        _discard(old)
     return final
+
+
+def disk_full(error: OSError | SafetensorError) -> bool:
+    """Whether a write failed for want of space (or quota); safetensors has the number in its text only."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return any(f"(os error {number})" in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def newest_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The complete checkpoint to resume from (None in a new run), and the names of newer ones passed over.
+
+    Where there are checkpoints but no complete one, a run that began again at step 0 would throw the old one
+    away: that is a `UserError`.
+    """
+    folder = run_dir / "checkpoints"
+    found = complete_checkpoints(run_dir)
+    last = found[-1].name if found else ""
+    damaged = [n for n in _names(folder) if n > last]
+    if damaged and not found:
+        raise UserError(
+            f"{folder / damaged[-1]}: not a complete checkpoint (a file is missing or cut), and there is no "
+            "other: restore it, or remove the run's folder to start again"
+        )
+    return (found[-1] if found else None), damaged
+
+
+def clear_leftovers(run_dir: Path) -> None:
+    """Remove what a killed process left half-written or half-removed."""
+    for leftover in (run_dir / "checkpoints").glob(".step_*.partial"):
+        shutil.rmtree(leftover)
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first; completeness is a manifest whose sizes fit."""
     folder = run_dir / "checkpoints"
-    if not folder.is_dir():
-        return []
-    found = [p for p in folder.iterdir() if NAME.fullmatch(p.name) and _sizes_fit(p)]
-    return sorted(found, key=lambda p: p.name)
+    return [folder / name for name in _names(folder) if _sizes_fit(folder / name)]
 
 
 def load_checkpoint(
@@ -118,7 +147,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
     """Sizes and hashes of every file against the manifest. Raises `UserError` naming the file."""
     if not (checkpoint / MANIFEST).is_file():
         raise UserError(f"{checkpoint}: not a complete checkpoint (no {MANIFEST}): take another")
-    for name, facts in json.loads((checkpoint / MANIFEST).read_text())["files"].items():
+    for name, facts in _files(checkpoint).items():
         if not (checkpoint / name).is_file() or _file_facts(checkpoint / name) != facts:
             raise UserError(
                 f"{checkpoint / name}: damaged (size or hash is not the manifest's): delete that folder"
@@ -135,12 +164,35 @@ def _moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return out
 
 
-def _sizes_fit(checkpoint: Path) -> bool:
+def _names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if NAME.fullmatch(p.name)) if folder.is_dir() else []
+
+
+def _files(checkpoint: Path) -> dict[str, dict[str, int | str]]:
+    """The manifest's files: name → size and hash. Raises `UserError` when it is missing or broken."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        return {name: {"bytes": facts["bytes"], "sha256": facts["sha256"]} for name, facts in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(
+            f"{checkpoint / MANIFEST}: damaged ({type(e).__name__}): delete that checkpoint's folder"
+        ) from None
+
+
+def _sizes_fit(checkpoint: Path) -> bool:
+    try:
+        files = _files(checkpoint)
         return all((checkpoint / name).stat().st_size == facts["bytes"] for name, facts in files.items())
-    except (OSError, json.JSONDecodeError):
+    except (OSError, UserError):
         return False
+
+
+def _discard(checkpoint: Path) -> None:
+    """Remove a checkpoint under a leftover's name: killed on the way, it is no checkpoint any more."""
+    doomed = checkpoint.with_name(f".{checkpoint.name}.old.partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(checkpoint, doomed)
+    shutil.rmtree(doomed)
 
 
 def _file_facts(path: Path) -> dict[str, int | str]:
@@ -148,7 +200,7 @@ def _file_facts(path: Path) -> dict[str, int | str]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

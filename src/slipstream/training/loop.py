@@ -25,7 +25,13 @@ from slipstream.distributed.link import TapLink
 from slipstream.models.selfcheck import tap_health
 from slipstream.training.attention import make_attend
 from slipstream.training.blocks import Blocks, add_noise, draw_anchors, make_blocks
-from slipstream.training.checkpoint import Position, complete_checkpoints, load_checkpoint, save_checkpoint
+from slipstream.training.checkpoint import (
+    Position,
+    clear_leftovers,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from slipstream.training.loss import BlockLoss, block_loss
 from slipstream.training.metrics import Display, MetricsFile, SlotMeter, Stillness
 from slipstream.training.setup import Run
@@ -46,8 +52,8 @@ class Trained:
 
 
 def train(run: Run, display: Display) -> Trained:
-    """Train `run.drafter` to the end of its plan, or to the first SIGTERM/SIGINT; always leaves a
-    checkpoint.
+    """Train `run.drafter` to the end of its plan, or to the first SIGTERM/SIGINT; every step made is in the
+    checkpoint it leaves.
     """
     config, drafter, device = run.config, run.drafter, run.device
     parameters = list(drafter.parameters())
@@ -55,13 +61,19 @@ def train(run: Run, display: Display) -> Trained:
         parameters, lr=config.lr, betas=config.betas, eps=1e-8, weight_decay=config.weight_decay, foreach=True
     )
     position = Position(step=0, seconds=0.0, labels=0, fingerprint=run.fingerprint)
-    if found := complete_checkpoints(run.folder):
-        position = load_checkpoint(found[-1], drafter, optimizer, run.fingerprint)
-        display.say(f"resume: {found[-1]} (step {position.step})")
+    clear_leftovers(run.folder)
+    newest, damaged = newest_checkpoint(run.folder)
+    if newest is not None:
+        position = load_checkpoint(newest, drafter, optimizer, run.fingerprint)
+        passed_over = f"; passed over, incomplete: {', '.join(damaged)}" if damaged else ""
+        display.say(f"resume: {newest} (step {position.step}){passed_over}")
     metrics = MetricsFile(run.folder / "metrics.jsonl", position.step)
     meter = SlotMeter(config.block_size, device)
     stillness = Stillness(drafter)
-    first_step, began = position.step, time.monotonic()
+    first_step = saved_step = position.step
+    norm = torch.zeros((), device=device)
+    began = time.monotonic()
+    validated_step = metrics.last_step("validation")
     validation, tokens, window_began = None, 0, began
 
     display.start("train", 100, int(100 * progress(position, run)), percent=True)
@@ -101,18 +113,20 @@ def train(run: Run, display: Display) -> Trained:
             else:
                 display.advance(int(100 * progress(position, run)), f"step {position.step}")
             if position.step % config.eval_interval == 0 and run.heldout is not None:
-                validation = validate(run)
+                validation, validated_step = validate(run), position.step
                 report_validation(validation, position.step, metrics, display)
                 began = time.monotonic()
             if save:
                 save_checkpoint(run.folder, drafter, optimizer, position, config.keep_checkpoints)
-                began = time.monotonic()
+                saved_step, began = position.step, time.monotonic()
 
         interrupted = not finished(position, run)
-        if position.step > first_step or not complete_checkpoints(run.folder):
+        if position.step > saved_step:
+            if not math.isfinite(float(norm)):
+                refuse_non_finite(run, position.step - 1)
             save_checkpoint(run.folder, drafter, optimizer, position, config.keep_checkpoints)
     display.stop()
-    if run.heldout is not None and not interrupted:
+    if run.heldout is not None and not interrupted and validated_step < position.step:
         validation = validate(run)
         report_validation(validation, position.step, metrics, display)
     return Trained(position, validation, interrupted)
@@ -227,8 +241,9 @@ def refuse_non_finite(run: Run, step: int) -> None:
 
 
 def alarm_still(stillness: Stillness, steps: int, step: int, metrics: MetricsFile, display: Display) -> None:
-    if steps < STILL_AFTER or steps >= 2 * STILL_AFTER:
+    if steps < STILL_AFTER or stillness.told:
         return
+    stillness.told = True
     if unmoved := stillness.unmoved():
         metrics.write("alarm", step, unmoved=unmoved)
         display.say(

@@ -64,6 +64,11 @@ def block_loss(hidden_QH: Tensor, blocks: Blocks, head: Head, weights: SlotWeigh
     return BlockLoss(*outs)  # type: ignore[misc]
 
 
+def compacts(device: torch.device) -> bool:
+    """Whether invalid slots are left out of the matrix products; a GPU wants fixed shapes and no wait."""
+    return device.type == "cpu"
+
+
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -75,7 +80,7 @@ class _HeadLoss(torch.autograd.Function):
         correct = torch.zeros_like(valid)
         grad = torch.zeros_like(hidden)
         total, weight = ce.new_zeros(()), ce.new_zeros(())
-        compact = hidden.device.type == "cpu"  # a GPU wants fixed shapes and no wait for the count
+        compact = compacts(hidden.device)
         for b in range(0, blocks, step):
             chunk = slice(b, b + step)
             seen = valid[chunk]

@@ -81,6 +81,7 @@ class Stillness:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.told = False
         self.start = {name: self._sample(p) for name, p in module.named_parameters()}
 
     @staticmethod
@@ -99,10 +100,16 @@ class MetricsFile:
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resumed_step]
+            lines = path.read_text(errors="replace").splitlines()
+            kept = [line for line in lines if _step_of(line) <= resumed_step]
             partial = path.with_suffix(".partial")
             partial.write_text("".join(line + "\n" for line in kept))
             os.replace(partial, path)
+
+    def last_step(self, kind: str) -> int:
+        """The step of the newest line of this kind, −1 without one."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return max((v["step"] for v in map(json.loads, lines) if v["kind"] == kind), default=-1)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         with self.path.open("a") as f:
@@ -123,6 +130,12 @@ class Display:
         self.console = console or Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self.progress: Progress | None = None
         self._last = 0.0
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()  # a live bar hides the cursor, also when an error ends the work
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)

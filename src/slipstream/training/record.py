@@ -6,21 +6,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from slipstream.config import CacheConfig, UserError
-from slipstream.data.shards import check_tokenizer
 from slipstream.distributed.link import TapCache, TapFacts, check_disk
 from slipstream.models.selfcheck import tap_health
 from slipstream.models.target import load_target
 from slipstream.training.metrics import Display
 from slipstream.training.setup import (
     Rows,
+    check_ids,
     check_target,
     choose_device,
     choose_dtype,
     describe_rows,
     heldout_rows,
+    load_tokenizer,
     open_rows,
     tap_facts,
 )
@@ -35,7 +34,7 @@ def record_taps(config: CacheConfig, display: Display) -> TapFacts:
     target = load_target(
         config.target_model, config.target_layer_ids, config.taps, device, choose_dtype(config.dtype, device)
     )
-    check_tokenizer(rows.dataset, AutoTokenizer.from_pretrained(config.target_model))
+    check_ids(target, load_tokenizer(config.target_model), rows, heldout)
     facts = tap_facts(target, rows, heldout, config.token_budget)
     splits = {"train": rows} | ({} if heldout is None else {"heldout": heldout})
     size = sum(_tokens(part) for part in splits.values()) * facts.width * target.dtype.itemsize
@@ -49,7 +48,7 @@ def record_taps(config: CacheConfig, display: Display) -> TapFacts:
     display.start("cache", total)
     for split, part in splits.items():
         for row in part:
-            if not cache.has(split, row.row_id):
+            if not cache.has(split, row):
                 taps_ST = target.taps(row)
                 if trouble := tap_health(taps_ST[: row.spans()[-1][1]], len(facts.target_layer_ids)):
                     raise UserError(

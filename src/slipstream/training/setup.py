@@ -12,10 +12,11 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slipstream import __version__
 from slipstream.config import TrainConfig, UserError, default_gamma, from_dict, read_yaml, to_yaml
@@ -25,10 +26,11 @@ from slipstream.distributed.link import TapCache, TapFacts, TapLink, online_taps
 from slipstream.distributed.placement import Plan
 from slipstream.models.drafter import Drafter, DrafterConfig, default_heads, default_intermediate
 from slipstream.models.families import choose_mask_token
-from slipstream.models.selfcheck import self_check
+from slipstream.models.selfcheck import MIN_SAMPLE_TOKENS, self_check
 from slipstream.models.target import Target, check_vocab, load_target
 from slipstream.training.attention import choose_attention
 from slipstream.training.blocks import anchor_candidates, decay_weights
+from slipstream.training.checkpoint import newest_checkpoint
 from slipstream.training.loss import SlotWeights
 from slipstream.training.metrics import Display
 
@@ -37,6 +39,8 @@ WATCHING = {
     "decode_tokens", "plan", "output_dir", "taps_dir", "target_model", "data_dir", "dp_pairs", "compile",
 }  # fmt: skip
 """Settings that change nothing in the losses (paths are covered by the fingerprints of what they hold)."""
+MADE_OF = ("target", "data", "packing", "drafter", "dtype")
+"""The facts in `env.json` that the losses depend on."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +148,15 @@ def drafter_config(config: TrainConfig, target: Target, mask_token_id: int) -> D
 
 
 def check_target(target: Target, rows: Rows, display: Display) -> None:
-    """The start-up self-checks on the first row; a failure ends the run with what to do."""
-    check_vocab(target, largest_token_id(rows.dataset))
+    """The start-up self-checks on the fullest of the first rows; a failure ends the run with what to do."""
+    sample = max((rows.row(i) for i in range(min(rows.count, 8))), key=lambda row: row.spans()[-1][1])
+    if (found := sample.spans()[-1][1]) < MIN_SAMPLE_TOKENS:
+        raise UserError(
+            f"{rows.dataset.shards[0].path.parent}: rows of {found} tokens are too few to check the target "
+            f"with ({MIN_SAMPLE_TOKENS} at least): raise --token-budget, or prepare longer documents"
+        )
     failed = []
-    for check in self_check(target, rows.row(0)):
+    for check in self_check(target, sample):
         display.say(f"check: {check.name}: {'ok' if check.ok else 'FAILED'} ({check.detail})")
         if not check.ok:
             failed.append(f"{check.name}: {check.detail}: {check.mend}")
@@ -159,12 +168,25 @@ def largest_token_id(dataset: TokenDataset) -> int:
     """The tokenizer's largest id where the shards know it, else the largest id in the documents."""
     if dataset.vocab_size is not None:
         return dataset.vocab_size - 1
-    return max(int(dataset.document(i)[0].max(initial=0)) for i in range(len(dataset)))
+    return max(int(shard.tokens.max()) for shard in dataset.shards)
+
+
+def check_ids(target: Target, tokenizer: PreTrainedTokenizerBase, rows: Rows, heldout: Rows | None) -> None:
+    """The token ids of both splits are the target's: its tokenizer's, and rows of its embedding."""
+    for part in (rows, heldout):
+        if part is not None:
+            check_tokenizer(part.dataset, tokenizer)
+            check_vocab(target, largest_token_id(part.dataset))
 
 
 def check_anchors(rows: Rows, config: TrainConfig) -> None:
     if config.max_anchors < 1:
         raise UserError(f"--max-anchors {config.max_anchors}: at least one block a row is needed")
+    if config.block_size > config.token_budget:
+        raise UserError(
+            f"--block-size {config.block_size}: no such block fits into a row of {config.token_budget} "
+            "tokens: lower it, or raise --token-budget"
+        )
     if not any(len(anchor_candidates(row)) for row in rows):
         raise UserError(
             f"{config.data_dir}: no row of {config.token_budget} tokens has two neighbouring supervised "
@@ -187,8 +209,21 @@ def tap_facts(target: Target, rows: Rows, heldout: Rows | None, token_budget: in
 
 
 def heldout_rows(data_dir: str, token_budget: int, on_long: OnLong, limit: int) -> Rows | None:
+    """The first `limit` held-out rows; None where the data has no held-out part."""
+    if not len(open_dataset(data_dir, "heldout")):
+        return None
     rows = open_rows(data_dir, "heldout", token_budget, on_long, limit)
     return rows if rows.count else None
+
+
+def load_tokenizer(target_model: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(target_model)
+    except (OSError, ValueError, KeyError) as e:
+        why = " ".join(str(e).split())[:200]
+        raise UserError(
+            f"{target_model}: no tokenizer can be loaded from it: {why}: copy the target's own there"
+        ) from None
 
 
 def open_run(config: TrainConfig, display: Display) -> Run:
@@ -203,10 +238,7 @@ def open_run(config: TrainConfig, display: Display) -> Run:
     check_run_folder(config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    kind = config.attention
-    if kind == "auto" and device.type == "cuda" and not config.compile:
-        kind = "documents"
-    attention = choose_attention(kind, device)
+    attention = choose_attention(config.attention, device, config.compile)
 
     cache = None if config.taps_dir is None else TapCache.open(config.taps_dir)
     rows = open_rows(
@@ -219,10 +251,12 @@ def open_run(config: TrainConfig, display: Display) -> Run:
     display.say(describe_rows(rows, "data"))
     heldout = heldout_rows(config.data_dir, config.token_budget, config.on_long, config.eval_rows)
     check_anchors(rows, config)
+    if heldout is None:
+        display.say("data: no held-out rows: validation and the last decoding are left out")
 
     target = load_target(config.target_model, config.target_layer_ids, config.taps, device, dtype)
-    tokenizer = AutoTokenizer.from_pretrained(config.target_model)
-    check_tokenizer(rows.dataset, tokenizer)
+    tokenizer = load_tokenizer(config.target_model)
+    check_ids(target, tokenizer, rows, heldout)
     mask_token_id, source = choose_mask_token(
         config.mask_token_id, target.model_type, target.vocab_size, tokenizer, stop_ids(target)
     )
@@ -235,13 +269,15 @@ def open_run(config: TrainConfig, display: Display) -> Run:
     taps, heldout_taps = online_taps(target), online_taps(target)
     if cache is not None:
         cache.check(tap_facts(target, rows, heldout, config.token_budget))
+        cache.check_recorded("train", rows.count)
+        cache.check_recorded("heldout", 0 if heldout is None else heldout.count)
         taps, heldout_taps = cache.link("train", device), cache.link("heldout", device)
     plan = Plan(config.seed, rows.count, config.accumulation)
     steps = plan.steps(config.epochs) if config.max_steps is None else config.max_steps
     gamma = config.gamma or default_gamma(config.block_size)
     decay_B = decay_weights(config.block_size, gamma).to(device) if config.loss == "decay" else None
     facts = tap_facts(target, rows, None, config.token_budget)
-    return Run(
+    run = Run(
         config=config,
         folder=Path(config.output_dir),
         device=device,
@@ -258,6 +294,8 @@ def open_run(config: TrainConfig, display: Display) -> Run:
         slot_weights=SlotWeights(decay_B, config.dpace_floor),
         fingerprint=run_fingerprint(config, facts, geometry, dtype),
     )
+    check_same_run(run)
+    return run
 
 
 def stop_ids(target: Target) -> tuple[int, ...]:
@@ -277,7 +315,10 @@ def run_fingerprint(config: TrainConfig, facts: TapFacts, geometry: DrafterConfi
 def check_run_folder(config: TrainConfig) -> None:
     """A new or empty folder, or one that holds this very run; another run's settings are named."""
     folder = Path(config.output_dir)
-    if not folder.exists() or not any(folder.iterdir()):
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: is a file: give a new --output-dir")
+    unfinished = {f".{name}.partial" for name in ("config.yaml", "env.json")}  # killed before its first step
+    if not folder.exists() or not {p.name for p in folder.iterdir()} - unfinished:
         return
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder}: is not empty and holds no run of slipstream: give a new --output-dir")
@@ -290,9 +331,35 @@ def check_run_folder(config: TrainConfig) -> None:
             )
 
 
+def check_same_run(run: Run) -> None:
+    """The checkpoint to resume from is this run's: same data, target and geometry behind the same paths."""
+    newest, _ = newest_checkpoint(run.folder)
+    if newest is None or json.loads((newest / "position.json").read_text())["fingerprint"] == run.fingerprint:
+        return
+    env = run.folder / "env.json"
+    before = json.loads(env.read_text()) if env.is_file() else {}
+    now = run_facts(run)
+    what = ", ".join(name for name in MADE_OF if before.get(name) != now[name]) or "configuration"
+    raise UserError(
+        f"{newest}: made with another {what} (see {env}): give a new --output-dir, or what that run was made "
+        "with"
+    )
+
+
 def write_run_facts(run: Run) -> None:
     """`config.yaml` (resolved) and `env.json`: written before the first step."""
     run.folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (
+        ("config.yaml", to_yaml(run.config)),
+        ("env.json", json.dumps(run_facts(run), indent=2) + "\n"),
+    ):
+        partial = run.folder / f".{name}.partial"
+        partial.write_text(text)
+        os.replace(partial, run.folder / name)
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """What the run is made of and where it runs; plain JSON."""
     facts = {
         "slipstream": __version__,
         "python": platform.python_version(),
@@ -305,15 +372,10 @@ def write_run_facts(run: Run) -> None:
         "data": run.rows.dataset.fingerprint,
         "packing": run.rows.packing.fingerprint,
         "drafter": asdict(run.drafter.config),
+        "dtype": str(run.dtype).removeprefix("torch."),
         "run": run.fingerprint,
     }
-    for name, text in (
-        ("config.yaml", to_yaml(run.config)),
-        ("env.json", json.dumps(facts, indent=2) + "\n"),
-    ):
-        partial = run.folder / f".{name}.partial"
-        partial.write_text(text)
-        os.replace(partial, run.folder / name)
+    return json.loads(json.dumps(facts))
 
 
 def device_name(device: torch.device) -> str:
