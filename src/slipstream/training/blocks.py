@@ -64,6 +64,8 @@ class Blocks:
     """Host-side spans, one for each document with blocks: dense attention one document at a time."""
     count: int
     """Anchors drawn, the padding of N not counted."""
+    labels: int
+    """Slots that carry loss."""
     labelled: int
     """Supervised tokens of the row that at least one block labels: the row's coverage."""
 
@@ -130,6 +132,7 @@ def make_blocks(row: Row, anchors: Tensor, max_anchors: int, block_size: int, ma
         valid_NB=valid_NB,
         groups=_document_groups(row, anchors_N),
         count=count,
+        labels=int(valid_NB.sum()),
         labelled=int(labelled_S.sum()),
     )
 

@@ -72,6 +72,8 @@ def train(run: Run, display: Display) -> Trained:
     stillness = Stillness(drafter)
     first_step = saved_step = position.step
     norm = torch.zeros((), device=device)
+    if device.type == "cuda":
+        compile_kernels(run, display)
     began = time.monotonic()
     validated_step = metrics.last_step("validation")
     validation, tokens, window_began = None, 0, began
@@ -89,7 +91,7 @@ def train(run: Run, display: Display) -> Trained:
                 loss.total.backward()
                 weight += loss.weight
                 meter.add(loss, blocks, int(row.supervised.sum()))
-                position = advance(position, labels=int(blocks.valid_NB.sum()) if device.type == "cpu" else 0)
+                position = advance(position, labels=blocks.labels)
                 tokens += int((row.documents >= 0).sum())
             norm = update(parameters, optimizer, weight, config, learning_rate)
             seconds = position.seconds + time.monotonic() - began
@@ -130,6 +132,17 @@ def train(run: Run, display: Display) -> Trained:
         validation = validate(run)
         report_validation(validation, position.step, metrics, display)
     return Trained(position, validation, interrupted)
+
+
+def compile_kernels(run: Run, display: Display) -> None:
+    """One row forward and backward, thrown away: compilation is announced and kept out of the run's clock."""
+    display.say("compile: the first row compiles its kernels, up to a few minutes without a cache")
+    began = time.monotonic()
+    loss, _ = row_loss(run, run.rows.row(0), run.taps, (run.config.seed, 0, 0), run.config.noise)
+    loss.total.backward()
+    run.drafter.zero_grad(set_to_none=True)
+    torch.cuda.synchronize(run.device)
+    display.say(f"compile: {time.monotonic() - began:.0f} s")
 
 
 def row_loss(
