@@ -7,18 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.config import TrainConfig
 from slipstream.data.pack import Row
+from slipstream.data.shards import TokenDataset
+from slipstream.distributed.link import TapFacts
 from slipstream.distributed.placement import Plan
 from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.target import Target
 from slipstream.training.blocks import Blocks, anchor_candidates, decay_weights, make_blocks
 from slipstream.training.loss import SlotWeights
-from slipstream.training.setup import Run
+from slipstream.training.run import Run
 from tests.tiny import row_of
 
 MASK = 130
@@ -106,13 +109,14 @@ def run_of(
         drafter=drafter,
         rows=rows,
         heldout=heldout,
+        heldout_data=TokenDataset("heldout", np.zeros(0, int), "", None, None, (), {}, (), ()),
         taps=target.taps,
         heldout_taps=target.taps,
         plan=Plan(settings.seed, rows.count if rows is not None else 1, settings.accumulation),
         steps=steps,
         attention=attention,
         slot_weights=slot_weights or SlotWeights(decay_weights(size, 2.0)),
-        fingerprint="test",
+        facts=TapFacts("tiny", target.target_layer_ids, 0, "float32", 0, "tiny", "", 1, 0),
     )
 
 

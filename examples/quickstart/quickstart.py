@@ -8,6 +8,7 @@ the usual one (recipes/quickstart-cuda.yaml) for five.
 import argparse
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -28,21 +29,22 @@ def say(step: int, what: str) -> None:
 def slipstream(*args: object) -> None:
     words = ["slipstream", *map(str, args)]
     console.print(f"$ {shlex.join(words)}", soft_wrap=True, markup=False)
-    done = subprocess.run([sys.executable, "-m", "slipstream.cli", *words[1:]], check=False)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-
-
-def label_tokens(run: Path) -> tuple[int, int]:
-    """(steps, slots that carried loss) of a run, from its metrics."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    train = [line for line in lines if line["kind"] == "train"]
-    return train[-1]["step"], sum(line["labels"] for line in train)
+    child = subprocess.Popen([sys.executable, "-m", "slipstream.cli", *words[1:]])
+    # A stop is the child's to handle: it finishes its step and saves. Ctrl-C reaches it from the terminal.
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(number)),
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
+    }
+    code = child.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if code:
+        raise SystemExit(code)
 
 
 def summarise(run: Path, result: dict, seconds: float) -> dict:
     facts = result["datasets"][0]
-    steps, labels = label_tokens(run)
+    position = json.loads((run / "export" / "slipstream.json").read_text())["position"]
     return {
         "tau_control": facts["tau_control"]["mean"],
         "tau": facts["tau"]["mean"],
@@ -52,8 +54,8 @@ def summarise(run: Path, result: dict, seconds: float) -> dict:
         "lossless": result["lossless"]["lossless"],
         "seconds": round(seconds),
         "device": result["device"],
-        "steps": steps,
-        "label_tokens": labels,
+        "steps": position["step"],
+        "label_tokens": position["labels"],
         "block_size": result["block_size"],
         "prompts": facts["requests"],
         "tokens_per_second_plain": facts["plain"]["tokens_per_second"],
@@ -88,8 +90,9 @@ def show(summary: dict, base: Path, target: Path, run: Path) -> None:
         table.add_row(name, value)
     console.print(table)
     console.print(
-        "τ = tokens per target pass, the target's own included: 1 means that no draft was right. A pass\n"
-        "over a whole block costs a CPU more than one over one token: there a higher τ need not be faster."
+        "τ = tokens per target pass, its own included: 1 means that no draft was right.\n"
+        "On a CPU a pass over a block costs more than a pass over one token: there a\n"
+        "higher τ need not be faster."
     )
 
 
@@ -130,6 +133,8 @@ def main() -> None:
     say(4, "train a drafter")
     minutes = [] if args.minutes is None else ["--max-minutes", args.minutes]
     slipstream("train", "--config", recipe, *where, "--output-dir", run, "--decode-prompts", 0, *minutes)
+    if not (run / "export").exists():
+        raise SystemExit("stopped: the same command goes on from here")
 
     say(5, "decode held-out prompts with the exported drafter")
     result = base / "eval.json"

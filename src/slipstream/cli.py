@@ -66,7 +66,8 @@ def run_train(config: TrainConfig) -> None:
     from slipstream.export.zlab import export_run
     from slipstream.training.loop import train
     from slipstream.training.metrics import Display
-    from slipstream.training.setup import describe_plan, open_run, write_run_facts
+    from slipstream.training.run import describe_plan, write_run_facts
+    from slipstream.training.setup import open_run
 
     with Display() as display:
         run = open_run(config, display)
@@ -83,16 +84,18 @@ def run_train(config: TrainConfig) -> None:
         return
     exported = export_run(run.folder, run.folder / "export", replace=True)
     display.say(f"export: {exported}")
-    if config.decode_prompts and run.heldout is not None:
+    if config.decode_prompts > 0 and len(run.heldout_data):
         from slipstream.decoding.evaluate import decode_after_training
 
-        decode_after_training(run, exported, display.console)
+        decode_after_training(run, exported, display)
 
 
 def run_eval(config: EvalConfig) -> None:
     from slipstream.decoding.evaluate import run_eval as evaluate
+    from slipstream.training.metrics import Display
 
-    evaluate(config)
+    with Display() as display:
+        evaluate(config, display)
 
 
 def run_export(config: ExportConfig) -> None:
@@ -117,6 +120,18 @@ MENDS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), CLOSED),
 }
 """What a user can do about the machine's own refusals, wherever they come up."""
+PATH_MENDS = {
+    errno.ENOTDIR: "a part of this path is a file: name a folder",
+    errno.EISDIR: "name a file in this folder",
+}
+"""The same where the refusal names a file; for any other of these `ANY_PATH`."""
+ANY_PATH = "check this path and the disk under it, or name another"
+LOWER = {
+    "train": "lower --token-budget or --max-anchors",
+    "cache": "lower --token-budget",
+    "eval": "lower --max-new-tokens, or leave the fp32 proof out with --lossless-tokens 0",
+}
+"""What makes a verb need less of a device's memory."""
 
 
 def parse(cls: type, verb: str, args: list[str]) -> Any:
@@ -171,9 +186,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {e}".replace("\n", " "), file=sys.stderr)
         return 2
     except OSError as e:
-        if debug or e.errno not in MENDS:
+        mend = MENDS.get(e.errno or 0)
+        if e.filename is not None and mend is None:
+            mend = PATH_MENDS.get(e.errno or 0, ANY_PATH)
+        if debug or mend is None:
             raise
-        print(f"error: {e.filename or f'slipstream {verb}'}: {e.strerror}: {MENDS[e.errno]}", file=sys.stderr)
+        where = f"slipstream {verb}" if e.filename is None else e.filename
+        print(f"error: {where}: {e.strerror}: {mend}".replace("\n", " "), file=sys.stderr)
+        return 2
+    except RuntimeError as e:
+        torch = sys.modules.get("torch")  # whoever ran out of its memory has imported it
+        if debug or torch is None or not isinstance(e, torch.OutOfMemoryError):
+            raise
+        mend = LOWER.get(verb, "free some and run the same command again")
+        print(f"error: slipstream {verb}: the device is out of memory: {mend}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

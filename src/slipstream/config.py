@@ -215,6 +215,10 @@ class EvalConfig:
     """
     max_prompts: int = 16
     """Prompts taken from each file, the first ones."""
+    thinking: bool | None = None
+    """`enable_thinking` for templates that know it, as the training data was prepared; unset leaves the
+    template's own default. Prompts of ready ids stay as they are.
+    """
     max_new_tokens: int = 128
     """New tokens per prompt."""
     temperature: float = 0.0
@@ -261,9 +265,11 @@ AT_LEAST: dict[str, int] = {
     "token_budget": 2, "noise": 0, "max_steps": 1, "accumulation": 1, "weight_decay": 0, "seed": 0,
     "log_interval": 1, "save_interval": 1, "keep_checkpoints": 1, "eval_interval": 1, "eval_rows": 0,
     "decode_prompts": 0, "decode_tokens": 1, "dp_pairs": 0, "limit_rows": 1, "heldout_rows": 0,
+    "max_length": 2, "limit": 1, "block_size": 2, "max_anchors": 1, "max_prompts": 1, "max_new_tokens": 1,
+    "temperature": 0, "lossless_tokens": 0,
 }  # fmt: skip
 POSITIVE = ("gamma", "epochs", "max_minutes", "lr", "clip")
-SHARES = ("warmup", "betas", "dpace_floor")
+SHARES = ("warmup", "betas", "dpace_floor", "holdout")
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -370,21 +376,3 @@ def set_process_environment() -> None:
 def default_gamma(block_size: int) -> float:
     """γ of the decay by block size (arXiv 2602.06036: 7, 5, 4 for 16, 10, 8)."""
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, block_size / 2 - 1))
-
-
-__all__ = [
-    "CacheConfig",
-    "EvalConfig",
-    "ExportConfig",
-    "PrepareConfig",
-    "TrainConfig",
-    "UserError",
-    "check_ranges",
-    "check_required",
-    "default_gamma",
-    "from_dict",
-    "nearest",
-    "read_yaml",
-    "set_process_environment",
-    "to_yaml",
-]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from slipstream import cli
 from slipstream.config import UserError
@@ -163,13 +164,13 @@ def test_a_data_folder_that_is_not_there_or_holds_nothing_is_refused(world, tmp_
         ("--mask-token-id 2", ["--mask-token-id 2", "stop token", "unused row"]),
         (f"--mask-token-id {VOCAB}", [f"--mask-token-id {VOCAB}", f"0 to {VOCAB - 1}", "unused row"]),
         ("--mask-token-id -1", ["--mask-token-id -1", "unused row"]),
-        ("--block-size 1", ["block size 1", "--block-size must be at least 2"]),
-        ("--block-size 0", ["block size 0", "--block-size must be at least 2"]),
+        ("--block-size 1", ["--block-size 1", "must be at least 2"]),
+        ("--block-size 0", ["--block-size 0", "must be at least 2"]),
         ("--block-size 257", ["--block-size 257", "a row of 256 tokens", "--token-budget"]),
         ("--token-budget 8", ["no row of 8 tokens", "no anchor is possible", "raise --token-budget"]),
         ("--token-budget 0", ["--token-budget 0", "at least 2"]),
         ("--token-budget 8 --on-long reject", ["--token-budget 8", "none of 69 documents fits", "--on-long"]),
-        ("--max-anchors 0", ["--max-anchors 0", "at least one block"]),
+        ("--max-anchors 0", ["--max-anchors 0", "must be at least 1"]),
         ("--target-layer-ids 7", ["--target-layer-ids 7", "last layer", "between 0 and 6"]),
         ("--target-layer-ids 9", ["--target-layer-ids 9", "out of range", "between 0 and 6"]),
         ("--target-layer-ids 3 1", ["--target-layer-ids 3 1", "ascending"]),
@@ -213,6 +214,13 @@ def test_a_mask_token_that_is_the_pad_token_is_refused(world, tmp_path, refused)
     refused(
         world.train(tmp_path / "run", *flags), "--mask-token-id 0 is the pad token", gone=tmp_path / "run"
     )
+
+
+def test_a_mask_token_that_ends_the_targets_own_answers_is_refused(world, tmp_path, refused):
+    shutil.copytree(world.target, tmp_path / "target")
+    GenerationConfig(eos_token_id=[0, 9]).save_pretrained(tmp_path / "target")
+    flags = ["--target-model", str(tmp_path / "target"), "--mask-token-id", "9"]
+    refused(world.train(tmp_path / "run", *flags), "--mask-token-id 9 is a stop token", gone=tmp_path / "run")
 
 
 def test_a_target_whose_tokenizer_is_gone_or_broken_is_told_and_so_is_one_that_is_no_model(
@@ -299,11 +307,26 @@ def test_an_output_folder_with_other_files_or_that_is_a_file_is_refused(world, t
     )
 
 
+def test_an_output_folder_that_would_lie_in_a_file_is_one_line_of_every_verb(world, tmp_path, refused):
+    file = tmp_path / "file"
+    file.write_text("x")
+    away = file / "sub"
+    assert cli.main(world.train(tmp_path / "run", "--max-steps", "1")) == 0
+    prepare = ["prepare", "--input", str(world.chats), "--tokenizer", str(world.target)]
+    export = ["export", "--checkpoint", str(tmp_path / "run"), "--output-dir", str(away)]
+    for arguments in (
+        world.train(away), world.cache(away), [*prepare, "--output-dir", str(away)], export,
+    ):  # fmt: skip
+        refused(arguments, str(file), "Not a directory")
+    assert file.read_text() == "x"
+
+
 def test_a_run_that_was_killed_before_it_wrote_its_configuration_can_be_started_again(world, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".config.yaml.partial").write_text("lay")
+    (tmp_path / "run" / "env.json").write_text("{}")
+    (tmp_path / "run" / "config.yaml.tmp").write_text("lay")
     assert cli.main(world.train(tmp_path / "run")) == 0
-    assert not list((tmp_path / "run").glob(".*"))
+    assert not list((tmp_path / "run").glob("*.tmp"))
 
 
 def test_taps_recorded_with_other_settings_are_refused_by_the_fact_that_differs(world, tmp_path, refused):

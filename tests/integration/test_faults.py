@@ -163,12 +163,12 @@ def test_what_a_killed_run_left_half_written_is_cleaned_up_by_the_next_whatever_
     shutil.rmtree(second)
     for name in (".step_00000039.partial", ".step_00000005.old.partial"):
         shutil.copytree(first, first.parent / name)
-    for name in (".config.yaml.partial", ".env.json.partial", "metrics.partial"):
+    for name in ("config.yaml.tmp", "env.json.tmp", "metrics.partial"):
         (tmp_path / "run" / name).write_text("half")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as f:
         f.write('{"kind": "train", "st')
     assert cli.main(world.train(tmp_path / "run", *SHORT.split())) == 0
-    assert not [p for p in (tmp_path / "run").rglob("*") if ".partial" in p.name]
+    assert not [p for p in (tmp_path / "run").rglob("*") if p.name.endswith((".partial", ".tmp"))]
     equal_to_the_last_bit(tmp_path / "run", short)
 
 

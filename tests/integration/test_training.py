@@ -27,7 +27,8 @@ from slipstream.export.zlab import load_drafter
 from slipstream.training import loop
 from slipstream.training.checkpoint import complete_checkpoints, load_masters
 from slipstream.training.metrics import Display, Stillness
-from slipstream.training.setup import Run, open_run
+from slipstream.training.run import Run
+from slipstream.training.setup import open_run
 from tests.fixtures_data import write_jsonl
 from tests.integration.conftest import World, losses
 
@@ -177,7 +178,7 @@ def test_data_without_a_held_out_part_trains_and_says_that_validation_is_left_ou
     assert cli.main(["prepare", *arguments, "--output-dir", str(tmp_path / "data")]) == 0
     flags = ["--data-dir", str(tmp_path / "data"), "--decode-prompts", "4", "--eval-interval", "2"]
     assert cli.main(world.train(tmp_path / "run", *flags)) == 0
-    assert "no held-out rows: validation and the last decoding are left out" in capfd.readouterr().err
+    assert "no held-out documents: validation and the last decoding are left out" in capfd.readouterr().err
     assert losses(tmp_path / "run", "validation") == {}
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
@@ -360,10 +361,10 @@ def test_a_run_reads_exactly_the_rows_of_its_plan_and_none_is_lost_at_an_epochs_
     seen = []
     row_loss = loop.row_loss
 
-    def watched(run, row, link, key, noise):
+    def watched(run, row, link, key, noise, check_taps=True):
         if key[0] != loop.VALIDATION_SEED:
             seen.append((key[1], row.row_id))
-        return row_loss(run, row, link, key, noise)
+        return row_loss(run, row, link, key, noise, check_taps)
 
     monkeypatch.setattr(loop, "row_loss", watched)
     run = run_of(world, tmp_path / "run", "--accumulation", "3", "--epochs", "3", "--max-steps", "28")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import UserError
-from slipstream.data.chat import ChatError, ChatTemplate, read_messages, read_tokens, render_chat
+from slipstream.data.chat import ChatError, ChatTemplate, read_messages, read_tokens, read_tools
 from tests.fixtures_data import (
     CHATML,
     INST,
@@ -22,6 +22,10 @@ from tests.fixtures_data import (
 TWO_TURNS = chat("What is two and two?", "Four.", "Hello?", "Yes, no.", system="Answer.")
 
 
+def documents_of(tokenizer, messages, thinking=None):
+    return ChatTemplate(tokenizer, thinking).render(messages).documents
+
+
 def only(documents):
     assert len(documents) == 1
     return documents[0]
@@ -29,7 +33,7 @@ def only(documents):
 
 def test_supervised_is_every_answer_with_its_end_of_turn_and_not_the_newline_after_it():
     tokenizer = byte_tokenizer(CHATML)
-    document = only(render_chat(tokenizer, TWO_TURNS))
+    document = only(documents_of(tokenizer, TWO_TURNS))
     assert supervised_texts(tokenizer, document) == ["Four.<|im_end|>", "Yes, no.<|im_end|>"]
     served = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False)
     assert tokenizer.decode(document.ids) == served.removesuffix("\n")
@@ -41,8 +45,8 @@ def test_supervised_is_every_answer_with_its_end_of_turn_and_not_the_newline_aft
 def test_generation_marks_give_the_same_mask_wherever_the_author_puts_them(opening, closing):
     tokenizer = byte_tokenizer(marked(opening, closing))
     messages = [*TWO_TURNS, *chat("And?", "An answer longer than any header. " * 3)]
-    plain = only(render_chat(byte_tokenizer(CHATML), messages))
-    document = only(render_chat(tokenizer, messages))
+    plain = only(documents_of(byte_tokenizer(CHATML), messages))
+    document = only(documents_of(tokenizer, messages))
     np.testing.assert_array_equal(document.ids, plain.ids)
     np.testing.assert_array_equal(document.supervised, plain.supervised)
 
@@ -55,7 +59,7 @@ def test_generation_marks_can_leave_a_part_of_the_answer_out():
         "{%- else -%}{{- m.content -}}{%- endif -%}{{- '<|im_end|>\\n' -}}",
     )
     tokenizer = byte_tokenizer(template)
-    document = only(render_chat(tokenizer, chat("Hello?", "Yes.")))
+    document = only(documents_of(tokenizer, chat("Hello?", "Yes.")))
     assert "(aside) Yes.<|im_end|>" in tokenizer.decode(document.ids)
     assert supervised_texts(tokenizer, document) == ["Yes.<|im_end|>"]
 
@@ -64,7 +68,7 @@ def test_blanks_between_prompt_marks_and_end_of_turn_are_generated_too():
     template = marked("OPEN1", "CLOSE0").replace("'<|im_end|>'", "'\\n<|im_end|>'")
     template = template.replace("{%- generation -%}", "{{- ' ' -}}{%- generation -%}")
     tokenizer = byte_tokenizer(template)
-    document = only(render_chat(tokenizer, chat("Hello?", "Yes.")))
+    document = only(documents_of(tokenizer, chat("Hello?", "Yes.")))
     assert supervised_texts(tokenizer, document) == [" Yes.\n<|im_end|>"]
 
 
@@ -73,12 +77,12 @@ def test_generation_marks_that_leave_a_turn_out_are_refused():
         "m.role == 'assistant'", "m.role == 'assistant' and loop.index0 > 2"
     )
     with pytest.raises(ChatError, match="no generation mark"):
-        render_chat(byte_tokenizer(template), chat("a", "b", "c", "d"))
+        documents_of(byte_tokenizer(template), chat("a", "b", "c", "d"))
 
 
 def test_llama_style_headers_and_end_of_turn():
     tokenizer = byte_tokenizer(LLAMA3)
-    document = only(render_chat(tokenizer, TWO_TURNS))
+    document = only(documents_of(tokenizer, TWO_TURNS))
     assert supervised_texts(tokenizer, document) == ["Four.<|eot_id|>", "Yes, no.<|eot_id|>"]
     assert document.ids.tolist() == tokenizer.apply_chat_template(TWO_TURNS)["input_ids"]
 
@@ -86,7 +90,7 @@ def test_llama_style_headers_and_end_of_turn():
 def test_an_answer_that_begins_with_a_newline_never_shares_a_token_with_the_prompt():
     tokenizer = byte_tokenizer(CHATML)
     assert len(tokenizer("\n\n")["input_ids"]) == 1, "the trap needs a tokenizer that merges newlines"
-    document = only(render_chat(tokenizer, chat("Hello?", "\nYes.")))
+    document = only(documents_of(tokenizer, chat("Hello?", "\nYes.")))
     assert supervised_texts(tokenizer, document) == ["\nYes.<|im_end|>"]
     prompt = ChatTemplate(tokenizer).prompt_ids(chat("Hello?"))
     assert document.ids[~document.supervised].tolist() == prompt
@@ -94,7 +98,7 @@ def test_an_answer_that_begins_with_a_newline_never_shares_a_token_with_the_prom
 
 def test_special_tokens_that_swallow_the_blanks_after_them_tokenise_as_served():
     tokenizer = byte_tokenizer(CHATML, rstrip=True)
-    document = only(render_chat(tokenizer, TWO_TURNS))
+    document = only(documents_of(tokenizer, TWO_TURNS))
     assert supervised_texts(tokenizer, document) == ["Four.<|im_end|>", "Yes, no.<|im_end|>"]
     assert document.ids.tolist() == tokenizer.apply_chat_template(TWO_TURNS)["input_ids"]
 
@@ -103,7 +107,7 @@ def test_special_tokens_that_swallow_the_blanks_after_them_tokenise_as_served():
 def test_a_tokenizer_that_writes_a_blank_before_every_text_tokenises_as_served(blank):
     tokenizer = blank_prefix_tokenizer(INST.replace("' ' + ", blank))
     messages = chat("Hello there", "Four.", "and", "no")
-    document = only(render_chat(tokenizer, messages))
+    document = only(documents_of(tokenizer, messages))
     assert document.ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
     pieces = [t.strip() for t in supervised_texts(tokenizer, document)]
     assert pieces == ["Four.</s>", "no</s>"]
@@ -112,7 +116,7 @@ def test_a_tokenizer_that_writes_a_blank_before_every_text_tokenises_as_served(b
 class TestThinking:
     def test_an_empty_block_of_the_generation_prompt_is_not_supervised(self):
         tokenizer = byte_tokenizer(THINKING)
-        document = only(render_chat(tokenizer, chat("Hello?", "Yes."), thinking=False))
+        document = only(documents_of(tokenizer, chat("Hello?", "Yes."), thinking=False))
         assert "<think>\n\n</think>\n\nYes." in tokenizer.decode(document.ids)
         assert supervised_texts(tokenizer, document) == ["Yes.<|im_end|>"]
 
@@ -130,7 +134,7 @@ class TestThinking:
             {"content": "Yes.", "reasoning_content": "hm"},
         ):
             messages = [*chat("Hello?"), {"role": "assistant", **answer}]
-            document = only(render_chat(tokenizer, messages, thinking=True))
+            document = only(documents_of(tokenizer, messages, thinking=True))
             assert supervised_texts(tokenizer, document) == ["<think>\nhm\n</think>\n\nYes.<|im_end|>"]
 
     @pytest.mark.parametrize("thinking", [True, False])
@@ -149,32 +153,48 @@ class TestThinking:
     def test_a_thinking_answer_rendered_without_thinking_is_refused(self):
         messages = chat("Hello?", "<think>\nhm\n</think>\n\nYes.")
         with pytest.raises(ChatError, match=r"generation prompt.*--thinking"):
-            render_chat(byte_tokenizer(THINKING), messages, thinking=False)
+            documents_of(byte_tokenizer(THINKING), messages, thinking=False)
 
     def test_a_template_that_drops_the_thinking_is_refused(self):
         template = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
         with pytest.raises(ChatError, match="content changed"):
-            render_chat(byte_tokenizer(template), chat("Hello?", "<think>hm</think>Yes."))
+            documents_of(byte_tokenizer(template), chat("Hello?", "<think>hm</think>Yes."))
 
 
 def test_a_template_without_generation_prompt_is_refused_when_it_writes_a_header():
     template = CHATML.split("{%- if add_generation_prompt")[0]
     with pytest.raises(ChatError, match="no generation prompt"):
-        render_chat(byte_tokenizer(template), chat("Hello?", "Yes."))
+        documents_of(byte_tokenizer(template), chat("Hello?", "Yes."))
     plain_header = template.replace("'<|im_start|>' + m.role + '\\n'", "m.role + ': '")
     assert plain_header != template
     with pytest.raises(ChatError, match="no generation prompt"):
-        render_chat(byte_tokenizer(plain_header), chat("Hello?", "Yes."))
+        documents_of(byte_tokenizer(plain_header), chat("Hello?", "Yes."))
 
 
 def test_a_template_without_end_of_turn_is_refused():
     with pytest.raises(ChatError, match="no end-of-turn"):
-        render_chat(byte_tokenizer(CHATML.replace("<|im_end|>", "")), chat("Hello?", "Yes."))
+        documents_of(byte_tokenizer(CHATML.replace("<|im_end|>", "")), chat("Hello?", "Yes."))
 
 
 def test_a_role_the_template_refuses_is_told_with_its_words():
     with pytest.raises(ChatError, match="only user and assistant roles"):
-        render_chat(blank_prefix_tokenizer(INST), TWO_TURNS)
+        documents_of(blank_prefix_tokenizer(INST), TWO_TURNS)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("{{- m.role == 'assistant' and m.role + 5 -}}", "can only concatenate str"),
+        ("{{- m.role == 'assistant' and m.content.split('') -}}", "empty separator"),
+    ],
+)
+def test_a_template_that_raises_what_is_no_template_error_is_told_with_its_words(words, told):
+    for template in (CHATML, marked("OPEN1", "CLOSE1")):
+        broken = byte_tokenizer(template.replace("{%- endfor -%}", words + "{%- endfor -%}"))
+        with pytest.raises(ChatError, match=f"refused by the template: .*{told}"):
+            documents_of(broken, TWO_TURNS)
+        with pytest.raises(ChatError, match=told):
+            ChatTemplate(broken).prompt_ids(TWO_TURNS)
 
 
 def test_an_answer_cut_at_a_length_limit_has_no_end_of_turn():
@@ -186,7 +206,7 @@ def test_an_answer_cut_at_a_length_limit_has_no_end_of_turn():
 
 def test_an_end_of_turn_written_in_the_content_ends_the_answer_there():
     tokenizer = byte_tokenizer(CHATML)
-    document = only(render_chat(tokenizer, chat("Hello?", "Yes.<|im_end|>")))
+    document = only(documents_of(tokenizer, chat("Hello?", "Yes.<|im_end|>")))
     assert supervised_texts(tokenizer, document) == ["Yes.<|im_end|>"]
 
 
@@ -200,18 +220,24 @@ def test_of_several_special_tokens_the_end_is_the_one_generation_stops_at():
     assert supervised_texts(tokenizer, unknown) == ["Yes.<|eot_id|>"]
 
 
+def test_a_stop_id_that_is_no_token_of_the_tokenizer_ends_no_answer():
+    tokenizer = byte_tokenizer(CHATML)
+    document = only(ChatTemplate(tokenizer, eos_ids=[9999]).render(chat("Hello?", "Try None")).documents)
+    assert supervised_texts(tokenizer, document) == ["Try None<|im_end|>"]
+
+
 def test_messages_after_the_last_answer_are_left_out_and_told():
     tokenizer = byte_tokenizer(CHATML)
     rendered = ChatTemplate(tokenizer).render(chat("a", "b", "c"))
     assert rendered.trailing_messages == 1
-    assert only(rendered.documents).ids.tolist() == only(render_chat(tokenizer, chat("a", "b"))).ids.tolist()
+    assert only(rendered.documents).ids.tolist() == only(documents_of(tokenizer, chat("a", "b"))).ids.tolist()
 
 
 def test_conversations_without_prompt_or_answer_are_refused():
     with pytest.raises(ChatError, match="no assistant turn"):
-        render_chat(byte_tokenizer(), chat("a"))
+        documents_of(byte_tokenizer(), chat("a"))
     with pytest.raises(ChatError, match="assistant turn first"):
-        render_chat(byte_tokenizer(), chat("a", "b")[1:])
+        documents_of(byte_tokenizer(), chat("a", "b")[1:])
 
 
 def test_sharegpt_conversations_become_messages():
@@ -246,6 +272,14 @@ def test_broken_messages_are_told_with_line_and_field(record, told):
     with pytest.raises(UserError, match=told) as e:
         read_messages(record, "f:3")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("tools", [5, "f", [5], [{"name": "f"}, None]])
+def test_tools_that_are_no_descriptions_are_told_with_line_and_field(tools):
+    with pytest.raises(UserError, match=r"^f:3: tools: expected a list of tool descriptions, found "):
+        read_tools({"tools": tools}, "f:3")
+    assert read_tools({"tools": [{"name": "f"}]}, "f:3") == [{"name": "f"}]
+    assert read_tools({"tools": []}, "f:3") is read_tools({}, "f:3") is None
 
 
 def test_an_unknown_role_and_no_messages_are_reasons_not_failures():

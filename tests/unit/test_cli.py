@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tyro.extras import get_parser
 
 from slipstream import __version__, cli
@@ -24,8 +25,8 @@ FLAGS = {
     "--max-steps --max-minutes --accumulation --lr --warmup --weight-decay --betas --clip --seed --device "
     "--dtype --attention --compile --no-compile --dp-pairs --log-interval --save-interval "
     "--keep-checkpoints --eval-interval --eval-rows --decode-prompts --decode-tokens --plan --no-plan",
-    "eval": "--target-model --drafter --prompts --max-prompts --max-new-tokens --temperature --block-size "
-    "--control --no-control --ngram-data --lossless-tokens --output --device --dtype --seed",
+    "eval": "--target-model --drafter --prompts --max-prompts --thinking --max-new-tokens --temperature "
+    "--block-size --control --no-control --ngram-data --lossless-tokens --output --device --dtype --seed",
     "export": "--checkpoint --output-dir",
 }
 """What users' scripts hold: a flag that goes or changes its name breaks them. New ones are added here."""
@@ -157,6 +158,84 @@ def test_what_the_machine_refuses_is_one_line_with_the_mend(monkeypatch, capsys,
     assert told in line
     line = one_line(capsys, raising(monkeypatch, OSError(number, why)))
     assert line.startswith(f"error: slipstream train: {why}: ")
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(errno.ENOTDIR, "is a file: name a folder"), (errno.EISDIR, "name a file in this folder"),
+     (errno.ENOENT, "check this path"), (errno.EIO, "the disk under it")],
+)  # fmt: skip
+def test_what_the_machine_refuses_of_a_file_is_one_line_and_debug_shows_where(
+    monkeypatch, capsys, number, told
+):
+    why = os.strerror(number)
+    arguments = raising(monkeypatch, OSError(number, why, "/some/file"))
+    line = one_line(capsys, arguments)
+    assert line.startswith(f"error: /some/file: {why}: ")
+    assert told in line
+    with pytest.raises(OSError, match="/some/file"):
+        cli.main([*arguments, "--debug"])
+    with pytest.raises(OSError, match=why):
+        cli.main(raising(monkeypatch, OSError(number, why)))
+
+
+def test_a_path_through_a_file_is_one_line_from_the_verb_itself(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    arguments = ["--input", str(tmp_path / "chats.jsonl"), "--tokenizer", "T", "--output-dir"]
+    told = one_line(capsys, ["prepare", *arguments, str(tmp_path / "file" / "sub")])
+    assert told.startswith(f"error: {tmp_path / 'file' / 'sub'}: ")
+    assert "Not a directory" in told
+
+
+@pytest.mark.parametrize(("verb", "told"), [("train", "--token-budget"), ("eval", "--lossless-tokens 0")])
+def test_a_device_out_of_memory_is_one_line_with_what_to_lower_and_other_runtime_errors_are_not(
+    monkeypatch, capsys, verb, told
+):
+    def run(_config: object) -> None:
+        raise errors[0]
+
+    errors = [torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")]
+    monkeypatch.setitem(cli.VERBS, verb, (TrainConfig, run))
+    line = one_line(capsys, [verb, *NEEDED])
+    assert line.startswith(f"error: slipstream {verb}: the device is out of memory: ")
+    assert told in line
+    with pytest.raises(torch.OutOfMemoryError):
+        cli.main([verb, *NEEDED, "--debug"])
+    errors[0] = RuntimeError("ours")
+    with pytest.raises(RuntimeError, match="ours"):
+        cli.main([verb, *NEEDED])
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(RuntimeError, match="ours"):
+        cli.main([verb, *NEEDED])
+
+
+EVAL = ["eval", "--target-model", "T", "--drafter", "D", "--prompts", "P"]
+PREPARE = ["prepare", "--input", "I", "--output-dir", "O", "--tokenizer", "T"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([*EVAL, "--temperature", "-1"], "--temperature -1.0: must be at least 0"),
+        ([*EVAL, "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
+        ([*EVAL, "--lossless-tokens", "-1"], "--lossless-tokens -1: must be at least 0"),
+        ([*EVAL, "--max-prompts", "0"], "--max-prompts 0: must be at least 1"),
+        ([*EVAL, "--block-size", "1"], "--block-size 1: must be at least 2"),
+        ([*PREPARE, "--holdout", "1"], "--holdout 1.0: must be at least 0 and below 1"),
+        ([*PREPARE, "--max-length", "1"], "--max-length 1: must be at least 2"),
+        ([*PREPARE, "--limit", "0"], "--limit 0: must be at least 1"),
+    ],
+)
+def test_a_number_that_can_mean_nothing_is_refused_before_the_verb_starts(
+    monkeypatch, capsys, arguments, told
+):
+    def started(_config: object) -> None:
+        raise AssertionError("started")
+
+    cls, _ = cli.VERBS[arguments[0]]
+    monkeypatch.setitem(cli.VERBS, arguments[0], (cls, started))
+    assert one_line(capsys, arguments) == f"error: {told}"
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):

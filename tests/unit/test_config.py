@@ -135,17 +135,18 @@ def test_ranges_are_of_settings_that_exist_and_hold_the_defaults():
 
 @pytest.mark.parametrize("name", [*AT_LEAST, *POSITIVE, *SHARES])
 def test_a_number_out_of_its_range_is_refused_by_its_flag_and_the_bound_itself_is_not(name):
-    cls = TrainConfig if name in {f.name for f in dataclasses.fields(TrainConfig)} else CacheConfig
-
-    def check(value: float) -> None:
+    def check(cls: type, value: float) -> None:
         check_ranges(cls(**{name: (0.5, value) if name == "betas" else value}))
 
     low = AT_LEAST.get(name, 0)
     inside, outside = (low, low - 1) if name not in POSITIVE else (1e-9, 0)
-    check(inside)
-    for wrong in (outside, float("nan"), float("inf"), *([1] if name in SHARES else [])):
-        with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} .*: must be "):
-            check(wrong)
+    for cls in CONFIGS:
+        if name not in {f.name for f in dataclasses.fields(cls)}:
+            continue
+        check(cls, inside)
+        for wrong in (outside, float("nan"), float("inf"), *([1] if name in SHARES else [])):
+            with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} .*: must be "):
+                check(cls, wrong)
 
 
 def test_gamma_follows_the_paper_and_is_never_below_one():

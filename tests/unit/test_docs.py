@@ -272,3 +272,8 @@ def test_usage_shows_every_verb(capsys):
     assert main(["--help"]) == 0
     shown = re.findall(r"^  ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)
     assert shown == list(VERBS)
+
+
+def test_no_page_holds_a_placeholder():
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        assert not re.search(r"\b[A-Z]+_TABLE\b|\bTODO\b|\bTBD\b", page.read_text()), page

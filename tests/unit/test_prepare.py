@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers import GenerationConfig
 
 from slipstream.config import PrepareConfig, UserError
 from slipstream.data import prepare as room
@@ -196,6 +197,7 @@ def test_thinking_reaches_the_template(config, tmp_path):
         ('{"prompt_ids": [1]}', r"chats.jsonl:3: response_ids: missing"),
         ('{"prompt_ids": [1], "response_ids": [5000]}', r"chats.jsonl:3: token id 5000 .* --tokenizer"),
         ('{"messages": [], "finished": "no"}', r"chats.jsonl:3: finished: expected true or false"),
+        ('{"messages": [], "tools": [5]}', r"chats.jsonl:3: tools: expected a list of tool descriptions"),
     ],
 )
 def test_broken_input_is_told_with_file_line_and_field_and_nothing_is_written(config, line, told):
@@ -224,17 +226,43 @@ def test_all_masked_data_is_refused_with_a_sample(config):
 
 
 def test_settings_that_cannot_work_are_told_by_name(config, tmp_path):
-    refused(config, "--holdout 1", holdout=1.0)
-    refused(config, "--max-length 1", max_length=1)
     refused(config, "--shard-tokens 10", shard_tokens=10)
-    refused(config, "--limit 0", limit=0)
     refused(config, "nothing.jsonl: no such file", input=(str(tmp_path / "nothing.jsonl"),))
     (tmp_path / "a.txt").write_text("x")
     refused(config, "a.txt: unknown kind of file", input=(str(tmp_path / "a.txt"),))
-    refused(config, r"--tokenizer .*: cannot be loaded", tokenizer=str(tmp_path))
+    refused(config, "no tokenizer can be loaded from it", tokenizer=str(tmp_path))
     byte_tokenizer(None).save_pretrained(tmp_path / "bare")
     refused(config, "no chat template", tokenizer=str(tmp_path / "bare"))
     refused(config, "all 1 conversations are held out", CHATS[:1], holdout=0.999999)
+
+
+def test_a_share_or_length_that_nobody_checked_is_an_assertion_not_a_dataset(config):
+    for changes in ({"holdout": -0.1}, {"holdout": 1.0}, {"max_length": 1}):
+        with pytest.raises(AssertionError):
+            run(config, **changes)
+    assert not os.path.exists(config.output_dir)
+
+
+def test_every_token_that_the_target_stops_at_is_in_the_manifest(config, tmp_path):
+    target = tmp_path / "target"
+    byte_tokenizer(CHATML).save_pretrained(target)
+    for eos, told in ((0, (0, 2)), ([6, 0], (0, 2, 6)), ([], (2,))):
+        GenerationConfig(eos_token_id=eos).save_pretrained(target)
+        run(config, tokenizer=str(target), output_dir=str(tmp_path / f"out-{eos}"))
+        assert open_dataset(tmp_path / f"out-{eos}", "train").eos_ids == told
+
+
+def test_a_conversation_that_breaks_the_template_is_counted_with_its_line_and_the_templates_words(
+    config, tmp_path
+):
+    words = "{{- m.stop and m.content.split(m.stop[1:]) -}}"
+    template = CHATML.replace("{%- endfor -%}", words + "{%- endfor -%}", 1)
+    byte_tokenizer(template).save_pretrained(tmp_path / "target")
+    broken = {"messages": [{"role": "user", "content": "q", "stop": "x"}, *chat("q", "a")[1:]]}
+    counts = run(config, [*CHATS[:3], broken], tokenizer=str(tmp_path / "target"))["counts"]
+    assert counts["skipped"] == {"refused by the template": 1}
+    told = counts["skipped_examples"]["refused by the template"]
+    assert "chats.jsonl:4: refused by the template: empty separator" in told
 
 
 def test_a_finished_or_foreign_folder_is_left_alone(config):

@@ -32,7 +32,8 @@ from slipstream.training import loop
 from slipstream.training.attention import choose_attention, compiled_flex_attention, fused_only, make_attend
 from slipstream.training.blocks import Blocks, add_noise, draw_anchors, make_blocks
 from slipstream.training.metrics import Display
-from slipstream.training.setup import Rows, drafter_config
+from slipstream.training.run import Rows
+from slipstream.training.setup import drafter_config
 from tests.fixtures_data import memory_dataset
 from tests.tiny import tiny_target
 from tests.training import LAYOUTS, MASK, make_drafter, run_of, supervised_row

@@ -96,7 +96,8 @@ class ChatTemplate:
         self.switches: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         special = {str(t) for t in tokenizer.all_special_tokens}
         special |= {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-        self.eos = {str(tokenizer.convert_ids_to_tokens(i)) for i in eos_ids}
+        ends = [tokenizer.convert_ids_to_tokens(i) for i in eos_ids]
+        self.eos = {str(t) for t in ends if t is not None}  # None: the model's row, not the tokenizer's token
         if tokenizer.eos_token is not None:
             self.eos.add(str(tokenizer.eos_token))
         self.special = sorted(special | self.eos, key=len, reverse=True)
@@ -191,10 +192,7 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(
                 messages, tools, tokenize=False, add_generation_prompt=generation_prompt, **self.switches
             )
-        except (
-            TemplateError,
-            TypeError,
-        ) as e:  # TypeError: a template that joins strings with what is no string
+        except (TemplateError, TypeError, ValueError) as e:  # the last two: a value of a kind it cannot write
             raise ChatError("refused by the template", " ".join(str(e).split())) from None
         assert isinstance(text, str)
         return text
@@ -219,7 +217,7 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **switches,
             )
-        except (TemplateError, TypeError) as e:
+        except (TemplateError, TypeError, ValueError) as e:
             raise ChatError("refused by the template", " ".join(str(e).split())) from None
         return texts[0], marks[0]  # type: ignore[return-value]  # its annotation says str
 
@@ -249,13 +247,6 @@ class ChatTemplate:
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], thinking: bool | None = None
-) -> list[Document]:
-    """The documents of one conversation; see `ChatTemplate.render`, which many conversations should share."""
-    return ChatTemplate(tokenizer, thinking).render(messages).documents
 
 
 def _clip(marks: list[tuple[int, int]], offset: int, answer: str) -> tuple[tuple[int, int], ...]:
@@ -330,6 +321,14 @@ def _read_message(turn: Any, where: str) -> Message:
         raise UserError(f"{where}.content: empty assistant turn; give its answer or remove the conversation")
     kept = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value")}
     return {"role": role, "content": content or "", **kept}
+
+
+def read_tools(record: dict[str, Any], where: str) -> list | None:
+    """The tool descriptions of a record, for its template; None where there are none."""
+    tools = record.get("tools")
+    if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
+        raise UserError(f"{where}: tools: expected a list of tool descriptions, found {str(tools)[:40]!r}")
+    return tools or None
 
 
 def read_tokens(record: dict[str, Any], where: str) -> Document:

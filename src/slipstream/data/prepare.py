@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import PrepareConfig, UserError
-from slipstream.data.chat import ChatError, ChatTemplate, Document, read_messages, read_tokens
+from slipstream.data.chat import ChatError, ChatTemplate, Document, read_messages, read_tokens, read_tools
 from slipstream.data.shards import (
     FORMAT,
     MANIFEST,
@@ -34,6 +34,7 @@ from slipstream.data.shards import (
     write_manifest,
 )
 from slipstream.data.sources import Record, check_source, file_sha256, iter_records
+from slipstream.data.tokenizer import load_generation_config, load_tokenizer, stop_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +49,12 @@ def prepare(config: PrepareConfig, report: Callable[[int, int | None], None] | N
     `report(done, total)` is called now and then with bytes of input read and bytes of input in all. Every
     failure but a kill leaves the folder as it was found.
     """
-    _check(config)
+    assert 0 <= config.holdout < 1
+    assert config.max_length >= 2
+    if config.shard_tokens < config.max_length:
+        raise UserError(
+            f"--shard-tokens {config.shard_tokens}: below --max-length {config.max_length}; raise it"
+        )
     inputs = [Path(p) for p in config.input]
     for path in inputs:
         check_source(path)
@@ -56,7 +62,8 @@ def prepare(config: PrepareConfig, report: Callable[[int, int | None], None] | N
     existed = _claim(folder)
     done = False
     try:
-        tokenizer, eos_ids = _load_tokenizer(config.tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer)
+        eos_ids = sorted(stop_ids(load_generation_config(config.tokenizer), tokenizer))
         chat = ChatTemplate(tokenizer, config.thinking, eos_ids)
         work = _Work(config, chat, vocabulary_size(tokenizer), folder)
         _read_all(work, inputs, config.limit, report)
@@ -150,13 +157,9 @@ class _Work:
 
     def _render(self, record: Record) -> list[Document]:
         value, where = record.value, record.where
-        finished, tools = value.get("finished"), value.get("tools")
+        finished, tools = value.get("finished"), read_tools(value, where)
         if not isinstance(finished, bool | None):
             raise UserError(f"{where}: finished: expected true or false, found {str(finished)[:40]!r}")
-        if not isinstance(tools, list | None):
-            raise UserError(
-                f"{where}: tools: expected a list of tool descriptions, found {str(tools)[:40]!r}"
-            )
         if self.chat.tokenizer.chat_template is None:
             raise UserError(
                 f"{where}: {self.config.tokenizer} has no chat template to render messages with; "
@@ -164,7 +167,7 @@ class _Work:
             )
         messages = read_messages(value, where)
         self.sample = self.sample or self.chat.shown(messages)
-        rendered = self.chat.render(messages, finished is not False, tools or None)
+        rendered = self.chat.render(messages, finished is not False, tools)
         self.counts["unfinished"] += finished is False
         self.counts["one_document_per_turn"] += rendered.by_turn
         self.counts["trailing_messages_left_out"] += rendered.trailing_messages
@@ -267,21 +270,6 @@ def _read_all(
         report(sum(sizes), sum(sizes))
 
 
-def _check(config: PrepareConfig) -> None:
-    if not config.input:
-        raise UserError("--input: no file given; name one or more JSONL, Parquet or Arrow files")
-    if not 0 <= config.holdout < 1:
-        raise UserError(f"--holdout {config.holdout}: must be at least 0 and below 1")
-    if config.max_length < 2:
-        raise UserError(f"--max-length {config.max_length}: must be at least 2 tokens")
-    if config.shard_tokens < config.max_length:
-        raise UserError(
-            f"--shard-tokens {config.shard_tokens}: below --max-length {config.max_length}; raise it"
-        )
-    if config.limit is not None and config.limit < 1:
-        raise UserError(f"--limit {config.limit}: must be at least 1, or left out")
-
-
 def _claim(folder: Path) -> bool:
     """Make the folder ready, or refuse it: a finished or foreign one is left alone, our own leftovers go."""
     if folder.exists() and not folder.is_dir():
@@ -311,24 +299,6 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """The tokenizer, and every id at which its model stops (generation_config.json knows more than it)."""
-    from transformers import AutoTokenizer, GenerationConfig
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"--tokenizer {name}: cannot be loaded: {' '.join(str(e).split())[:200]}") from None
-    try:
-        stops = GenerationConfig.from_pretrained(name).eos_token_id
-    except OSError:  # a bare tokenizer's folder
-        stops = None
-    ids: list[int] = [stops] if isinstance(stops, int) else list(stops or ())
-    if isinstance(tokenizer.eos_token_id, int):
-        ids.append(tokenizer.eos_token_id)
-    return tokenizer, sorted(set(ids))
-
-
 def _template_fingerprint(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> str:
     return hashlib.sha256(json.dumps([tokenizer.chat_template, thinking]).encode()).hexdigest()
 
@@ -336,6 +306,3 @@ def _template_fingerprint(tokenizer: PreTrainedTokenizerBase, thinking: bool | N
 def _sizes(files: list[ShardFile]) -> dict[str, int]:
     names = ("documents", "tokens", "supervised_tokens")
     return {n: sum(dataclasses.asdict(f)[n] for f in files) for n in names} | {"shards": len(files)}
-
-
-__all__ = ["prepare"]

@@ -8,6 +8,7 @@ the verb. Not here: the decoding loops (speculative.py), prompts (prompts.py), d
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slipstream.config import EvalConfig, UserError
+from slipstream.data.chat import ChatTemplate
 from slipstream.data.shards import TokenDataset, open_dataset, write_atomic
+from slipstream.data.tokenizer import load_tokenizer, stop_ids
 from slipstream.decoding.baselines import (
     NgramTable,
     Tau,
@@ -37,7 +39,9 @@ from slipstream.decoding.table import DatasetResult, Evaluation, Speed, render_t
 from slipstream.export.zlab import load_drafter
 from slipstream.models.drafter import Drafter
 from slipstream.models.target import Target, load_target
-from slipstream.training.setup import Run, choose_device, choose_dtype, device_name, stop_ids
+from slipstream.training.metrics import Display
+from slipstream.training.run import Run, device_name
+from slipstream.training.setup import choose_device, choose_dtype
 
 DEGENERATE_RATIO = 0.5
 """Distinct-4-gram ratio below which the target's answers repeat themselves."""
@@ -77,17 +81,16 @@ def evaluate(
     control: Drafter | None = None,
     table: NgramTable | None = None,
     seed: int = 0,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[int, str], None] | None = None,
 ) -> Evaluation:
     """Decodes every prompt plainly and with the drafter (and the control), and walks the baselines along the
     plain answers.
 
-    `progress` gets a line before each request. Raises `UserError` for settings and prompts that do not fit.
+    `progress` gets the number of requests done and their data set. Raises `UserError` for a drafter and
+    prompts that do not fit.
     """
-    if temperature < 0:
-        raise UserError(f"--temperature {temperature}: must be 0 (greedy) or above")
-    if max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens {max_new_tokens}: must be at least 1")
+    assert temperature >= 0
+    assert max_new_tokens >= 1
     drafter.config.check_against_target(target.hidden_size, target.vocab_size, target.num_layers)
     for prompts in prompts_by_name.values():
         check_prompts(target, prompts, max_new_tokens)
@@ -101,16 +104,17 @@ def evaluate(
 
     warm_up = next(iter(prompts_by_name.values()))[0]
     generate_speculative(target, drafter, warm_up.ids, min(size + 1, max_new_tokens), 0, stop_ids, size)
-    results, compared = [], []
+    results, compared, done = [], [], 0
     for name, prompts in prompts_by_name.items():
         plain, drafted, controlled = [], [], []
-        for i, prompt in enumerate(prompts, 1):
-            if progress is not None:
-                progress(f"{name}: {i}/{len(prompts)}")
+        for prompt in prompts:
             plain.append(generate_plain(target, prompt.ids, max_new_tokens, temperature, stop_ids, generator))
             drafted.append(speculative(drafter, prompt))
             if control is not None:
                 controlled.append(speculative(control, prompt))
+            done += 1
+            if progress is not None:
+                progress(done, name)
         results.append(_summarise(name, prompts, plain, drafted, controlled, size, table, seed))
         compared += list(zip(prompts, plain, drafted, strict=True))
     dtype = str(target.dtype).removeprefix("torch.")
@@ -200,49 +204,55 @@ def untrained(drafter: Drafter, seed: int) -> Drafter:
     return fresh.to(device=weight.device, dtype=weight.dtype).requires_grad_(False)
 
 
-def run_eval(config: EvalConfig, console: Console | None = None) -> dict[str, Any]:
-    """The verb: prints the tables, writes `config.output`, returns what it wrote. Raises `UserError`."""
+def run_eval(config: EvalConfig, display: Display, console: Console | None = None) -> dict[str, Any]:
+    """The verb: prints the tables (on standard output, unless told where), writes `config.output`, returns
+    what it wrote. Raises `UserError`.
+    """
+    assert config.lossless_tokens >= 0
     console = console or Console()
     if config.output is not None and not Path(config.output).resolve().parent.is_dir():
         raise UserError(f"--output {config.output}: no such folder: make it first")
-    if config.lossless_tokens < 0:
-        raise UserError(f"--lossless-tokens {config.lossless_tokens}: must be 0 (no proof) or above")
+    if config.output is not None and Path(config.output).is_dir():
+        raise UserError(f"--output {config.output}: is a folder: name a file in it")
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     # The drafter first: small, and its taps say what is read of the target.
     drafter = load_drafter(config.drafter, device, dtype)
     tokenizer = load_tokenizer(config.target_model)
+    chat = ChatTemplate(tokenizer, config.thinking)
     prompts = {
-        name: read_prompts(path, tokenizer, config.max_prompts)
+        name: read_prompts(path, chat, config.max_prompts)
         for name, path in dataset_names(config.prompts).items()
     }
     table = None if config.ngram_data is None else training_table(open_dataset(config.ngram_data, "train"))
     target = load_target(config.target_model, drafter.config.target_layer_ids, 0, device, dtype)
-    ends = set(stop_ids(target))
-    if isinstance(tokenizer.eos_token_id, int):
-        ends.add(tokenizer.eos_token_id)
-    with console.status("decoding") as status:
-        evaluation = evaluate(
-            target,
-            drafter,
-            prompts,
-            max_new_tokens=config.max_new_tokens,
-            stop_ids=ends,
-            temperature=config.temperature,
-            block_size=config.block_size,
-            control=untrained(drafter, config.seed) if config.control else None,
-            table=table,
-            seed=config.seed,
-            progress=status.update,
-        )
-        lossless = evaluation.agreement
-        if config.lossless_tokens == 0:
-            lossless = None
-        elif lossless is None or dtype != torch.float32 or config.lossless_tokens > config.max_new_tokens:
-            status.update("proving losslessness in fp32")
-            del target, drafter  # the fp32 copies may need their memory
-            requests = [p for group in prompts.values() for p in group]
-            lossless = _prove_from_files(config, device, requests, ends)
+    ends = stop_ids(target.model.generation_config, tokenizer)
+    requests = [p for group in prompts.values() for p in group]
+    display.start("decode", len(requests))
+    evaluation = evaluate(
+        target,
+        drafter,
+        prompts,
+        max_new_tokens=config.max_new_tokens,
+        stop_ids=ends,
+        temperature=config.temperature,
+        block_size=config.block_size,
+        control=untrained(drafter, config.seed) if config.control else None,
+        table=table,
+        seed=config.seed,
+        progress=display.advance,
+    )
+    display.stop()
+    lossless = evaluation.agreement
+    if config.lossless_tokens == 0:
+        lossless = None
+    elif lossless is None or dtype != torch.float32 or config.lossless_tokens > config.max_new_tokens:
+        # The fp32 copies may need the memory; a target and its hooks hold each other, so `del` frees nothing.
+        del target, drafter
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        lossless = _prove_from_files(config, device, requests, ends, display)
     evaluation = dataclasses.replace(evaluation, lossless=lossless)
     console.print(render_table(evaluation))
     out = to_json(evaluation)
@@ -252,56 +262,57 @@ def run_eval(config: EvalConfig, console: Console | None = None) -> dict[str, An
 
 
 def _prove_from_files(
-    config: EvalConfig, device: torch.device, prompts: Sequence[Prompt], stop_ids: Collection[int]
+    config: EvalConfig,
+    device: torch.device,
+    prompts: Sequence[Prompt],
+    stop_ids: Collection[int],
+    display: Display,
 ) -> Agreement:
     drafter = load_drafter(config.drafter, device, torch.float32)
     taps = drafter.config.target_layer_ids
     target = load_target(config.target_model, taps, 0, device, torch.float32)
     check_prompts(target, prompts, config.lossless_tokens)
-    return prove_lossless(target, drafter, prompts, config.lossless_tokens, stop_ids, config.block_size)
+    tokens, size = config.lossless_tokens, config.block_size
+    display.start("prove in fp32", len(prompts))
+    agreement = prove_lossless(target, drafter, prompts, tokens, stop_ids, size, display.advance)
+    display.stop()
+    return agreement
 
 
-def decode_after_training(run: Run, exported: Path, console: Console) -> dict[str, Any] | None:
+def decode_after_training(run: Run, exported: Path, display: Display) -> dict[str, Any] | None:
     """A run's last act: held-out prompts decoded with the drafter as exported, in the run's precision, on its
     target.
 
     Prints the tables and writes `decode.json` into the run's folder. None when there is no held-out prompt
     that fits the target's context, which is said: a finished training must not end in an error for that.
     """
-    assert run.heldout is not None
     tokens = run.config.decode_tokens
-    prompts = heldout_prompts(run.heldout.dataset, run.config.data_dir, run.config.decode_prompts)
+    prompts = heldout_prompts(run.heldout_data, run.config.data_dir, run.config.decode_prompts)
     fitting = [p for p in prompts if len(p.ids) + tokens <= run.target.config.max_position_embeddings]
     if len(fitting) < len(prompts):
         left_out = len(prompts) - len(fitting)
-        console.print(f"decoding: {left_out} held-out prompts left out: longer than the target's context")
+        display.say(f"decode: {left_out} held-out prompts left out: longer than the target's context")
     if not fitting:
         return None
-    with console.status("decoding") as status:
-        evaluation = evaluate(
-            run.target,
-            load_drafter(exported, run.device, run.dtype),
-            {"held-out": fitting},
-            max_new_tokens=tokens,
-            stop_ids=stop_ids(run.target),
-            table=training_table(run.rows.dataset),
-            seed=run.config.seed,
-            progress=status.update,
-        )
+    tokenizer = load_tokenizer(run.config.target_model)
+    display.start("decode", len(fitting))
+    evaluation = evaluate(
+        run.target,
+        load_drafter(exported, run.device, run.dtype),
+        {"held-out": fitting},
+        max_new_tokens=tokens,
+        stop_ids=stop_ids(run.target.model.generation_config, tokenizer),
+        table=training_table(run.rows.dataset),
+        seed=run.config.seed,
+        progress=display.advance,
+    )
+    display.stop()
     if run.dtype == torch.float32:
         evaluation = dataclasses.replace(evaluation, lossless=evaluation.agreement)
-    console.print(render_table(evaluation))
+    display.console.print(render_table(evaluation))
     out = to_json(evaluation)
     write_atomic(run.folder / "decode.json", (json.dumps(out, indent=1) + "\n").encode())
     return out
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as e:
-        why = " ".join(str(e).split())[:200]
-        raise UserError(f"{path}: cannot load a tokenizer from here: {why}") from None
 
 
 def dataset_names(paths: Sequence[str]) -> dict[str, str]:

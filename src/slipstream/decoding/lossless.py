@@ -7,7 +7,7 @@ the decoding itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,15 +80,18 @@ def prove_lossless(
     max_new_tokens: int,
     stop_ids: Collection[int],
     block_size: int | None = None,
+    progress: Callable[[int, str], None] | None = None,
 ) -> Agreement:
     """Greedy decoding in fp32, plainly and with the drafter, compared token by token. Both models must be
-    fp32 copies.
+    fp32 copies. `progress` gets the number of requests done, and nothing more to say.
     """
     assert target.dtype == torch.float32
     assert drafter.fc.weight.dtype == torch.float32
     requests = []
-    for prompt in prompts:
+    for done, prompt in enumerate(prompts, 1):
         plain = generate_plain(target, prompt.ids, max_new_tokens, 0, stop_ids)
         drafted = generate_speculative(target, drafter, prompt.ids, max_new_tokens, 0, stop_ids, block_size)
         requests.append((prompt, plain, drafted))
+        if progress is not None:
+            progress(done, "")
     return compare(target, requests)

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
-
 from slipstream.config import UserError
+from slipstream.data.chat import ChatError, ChatTemplate, Message, read_messages, read_tools
 from slipstream.data.shards import TokenDataset, check_tokenizer, open_dataset
 
 
@@ -26,24 +24,20 @@ class Prompt:
     where: str
 
 
-def read_prompts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_prompts: int) -> list[Prompt]:
+def read_prompts(path: str | Path, chat: ChatTemplate, max_prompts: int) -> list[Prompt]:
     """The first `max_prompts` prompts of a JSONL file (`.gz` too), or of a prepared folder's held-out
     documents.
 
     A line holds `prompt_ids` (used as they are), `messages` (up to the last user turn), `turns` (the first
-    one) or `prompt` (text); the last three are rendered by the chat template, with the opening of the answer.
-    Raises `UserError`.
+    one) or `prompt` (text); the last three are rendered as in training, with the line's `tools` if it has
+    any, up to the opening of the answer. Raises `UserError`.
     """
+    assert max_prompts >= 1
     path = Path(path)
-    if max_prompts < 1:
-        raise UserError(f"--max-prompts {max_prompts}: at least one prompt is needed")
     if not path.exists():
         raise UserError(f"{path}: no such prompt file or prepared folder: mend --prompts")
-    prompts = (
-        _from_folder(path, tokenizer, max_prompts)
-        if path.is_dir()
-        else _from_lines(path, tokenizer, max_prompts)
-    )
+    read = _from_folder if path.is_dir() else _from_lines
+    prompts = read(path, chat, max_prompts)
     if not prompts:
         raise UserError(f"{path}: no prompts in it: give a file or folder that holds some with --prompts")
     return prompts
@@ -62,13 +56,13 @@ def heldout_prompts(heldout: TokenDataset, where: str | Path, max_prompts: int) 
     return prompts
 
 
-def _from_folder(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompts: int) -> list[Prompt]:
+def _from_folder(path: Path, chat: ChatTemplate, max_prompts: int) -> list[Prompt]:
     heldout = open_dataset(path, "heldout")
-    check_tokenizer(heldout, tokenizer)
+    check_tokenizer(heldout, chat.tokenizer)
     return heldout_prompts(heldout, path, max_prompts)
 
 
-def _from_lines(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompts: int) -> list[Prompt]:
+def _from_lines(path: Path, chat: ChatTemplate, max_prompts: int) -> list[Prompt]:
     prompts: list[Prompt] = []
     opener = gzip.open if path.suffix == ".gz" else open
     try:
@@ -81,7 +75,7 @@ def _from_lines(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompts: int
                     value = json.loads(line)
                 except json.JSONDecodeError as e:
                     raise UserError(f"{where}: not valid JSON ({e.msg}): mend or remove this line") from None
-                prompts.append(Prompt(_ids_of(value, where, tokenizer), where))
+                prompts.append(Prompt(_ids_of(value, where, chat), where))
                 if len(prompts) == max_prompts:
                     break
     except (OSError, UnicodeDecodeError) as e:
@@ -89,7 +83,7 @@ def _from_lines(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompts: int
     return prompts
 
 
-def _ids_of(value: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _ids_of(value: Any, where: str, chat: ChatTemplate) -> list[int]:
     if not isinstance(value, dict):
         raise UserError(f"{where}: expected an object with prompt_ids, messages, turns or prompt")
     if "prompt_ids" in value:
@@ -97,49 +91,41 @@ def _ids_of(value: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> list[
         if not isinstance(ids, list) or not ids or not all(type(t) is int and t >= 0 for t in ids):
             raise UserError(f"{where}: prompt_ids must be a list of token ids, at least one")
         return ids
-    if "messages" in value:
-        return _render(_up_to_user(value["messages"], where), where, tokenizer)
-    if "turns" in value:
-        turns = value["turns"]
-        text = turns[0] if isinstance(turns, list) and turns else None
-        field = "turns"
-    else:
-        text, field = value.get("prompt"), "prompt"
-    if not isinstance(text, str) or not text:
-        known = "no prompt_ids, messages, turns or prompt" if field not in value else f"{field} holds no text"
-        raise UserError(f"{where}: {known}: give the line one of them")
-    if tokenizer.chat_template is None:
-        return _encode(text, where, tokenizer, special=True)
-    return _render([{"role": "user", "content": text}], where, tokenizer)
-
-
-def _up_to_user(messages: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
-    ):
-        raise UserError(f"{where}: messages must be a list of objects with role and content")
-    users = [i for i, m in enumerate(messages) if m["role"] == "user"]
-    if not users:
-        raise UserError(f"{where}: messages without a user turn: there is nothing to answer")
-    return messages[: users[-1] + 1]
-
-
-def _render(messages: list[dict[str, Any]], where: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if tokenizer.chat_template is None:
+    tokenizer = chat.tokenizer
+    if "messages" in value and tokenizer.chat_template is None:
         raise UserError(
             f"{where}: the target's tokenizer has no chat template for messages: use prompt_ids or prompt"
         )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as e:
-        raise UserError(f"{where}: the target's chat template refuses these messages: {e}") from None
-    assert isinstance(text, str)
-    return _encode(text, where, tokenizer, special=False)  # the template writes its own special tokens
-
-
-def _encode(text: str, where: str, tokenizer: PreTrainedTokenizerBase, special: bool) -> list[int]:
-    ids = tokenizer(text, add_special_tokens=special)["input_ids"]
-    assert isinstance(ids, list)
+        if "messages" in value:
+            ids = chat.prompt_ids(_up_to_user(value, where), read_tools(value, where))
+        elif tokenizer.chat_template is not None:
+            question = {"role": "user", "content": _text_of(value, where)}
+            ids = chat.prompt_ids([question], read_tools(value, where))
+        else:
+            ids = list(tokenizer(_text_of(value, where))["input_ids"])
+    except ChatError as e:
+        raise UserError(f"{where}: {e}: mend or remove this line") from None
     if not ids:
         raise UserError(f"{where}: this prompt is empty once tokenised: mend or remove this line")
     return ids
+
+
+def _text_of(value: dict[str, Any], where: str) -> str:
+    if "turns" in value:
+        field, turns = "turns", value["turns"]
+        text = turns[0] if isinstance(turns, list) and turns else None
+    else:
+        field, text = "prompt", value.get("prompt")
+    if not isinstance(text, str) or not text:
+        known = f"{field} holds no text" if field in value else "no prompt_ids, messages, turns or prompt"
+        raise UserError(f"{where}: {known}: give the line one of them")
+    return text
+
+
+def _up_to_user(value: dict[str, Any], where: str) -> list[Message]:
+    messages = read_messages(value, where)
+    users = [i for i, m in enumerate(messages) if m["role"] == "user"]
+    if not users:
+        raise UserError(f"{where}: messages without a user turn: there is nothing to answer")
+    return messages[: users[-1] + 1]

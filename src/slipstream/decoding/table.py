@@ -113,6 +113,9 @@ def agreement_text(agreement: Agreement) -> str:
         )
     count = len(agreement.differences)
     lines = [f"{count} of {agreement.requests} requests differ from plain decoding in {agreement.dtype}"]
+    if agreement.dtype != "float32":
+        lines.append(f"({agreement.dtype} rounds a pass over a block otherwise than a pass over one token:")
+        lines.append(" near-ties fall either way, see the margins; the proof is the one in float32)")
     for d in agreement.differences[:SHOWN_DIFFERENCES]:
         lines.append(
             f"  {d.where}: new token {d.position} is {d.speculative}, plainly {d.plain} "

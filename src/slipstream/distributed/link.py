@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slipstream.config import UserError
 from slipstream.data.pack import Row
+from slipstream.models.selfcheck import tap_health
 from slipstream.models.target import Target
 
 TapLink = Callable[[Row], Tensor]
@@ -92,6 +93,8 @@ class TapCache:
     def check(self, wanted: TapFacts) -> None:
         """Every fact must be the wanted one; more recorded rows than wanted are fine."""
         mine, theirs = asdict(self.facts), asdict(wanted)
+        if not wanted.heldout_rows:  # nothing is validated: any held-out part will do
+            theirs["heldout_packing"] = mine["heldout_packing"]
         for name, value in mine.items():
             fits = value >= theirs[name] if name in ("rows", "heldout_rows") else value == theirs[name]
             if not fits:
@@ -103,11 +106,11 @@ class TapCache:
     def path(self, split: str, row_id: int) -> Path:
         return self.folder / split / f"row_{row_id:07d}.safetensors"
 
-    def has(self, split: str, row: Row) -> bool:
+    def has(self, split: str, row_id: int, tokens: int) -> bool:
         """Whether the row's file is there and whole: one that was cut is recorded again."""
         try:
-            with safe_open(self.path(split, row.row_id), "pt") as f:
-                return f.get_slice("taps").get_shape() == [row.spans()[-1][1], self.facts.width]
+            with safe_open(self.path(split, row_id), "pt") as f:
+                return f.get_slice("taps").get_shape() == [tokens, self.facts.width]
         except (OSError, SafetensorError):
             return False
 
@@ -139,6 +142,10 @@ class TapCache:
                 taps = load_file(path)["taps"]
             except (OSError, SafetensorError) as e:
                 raise UserError(f"{path}: cannot be read ({e}): run `slipstream cache` again") from None
+            if list(taps.shape) != [row.spans()[-1][1], self.facts.width]:
+                raise UserError(f"{path}: holds taps of another row: run `slipstream cache` again")
+            if trouble := tap_health(taps, len(self.facts.target_layer_ids)):
+                raise UserError(f"{path}: the recorded taps are {trouble}: delete the file and record again")
             out = taps.new_zeros(len(row.input_ids), taps.shape[1])
             out[: len(taps)] = taps
             return out.to(device, non_blocking=True)

@@ -160,6 +160,6 @@ def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
         messages = [{"role": role, "content": "x"} for role in roles[first:]]
         try:
             text += str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except TemplateError:
+        except (TemplateError, TypeError, ValueError):  # a template may also raise what Python raises
             continue
     return text

@@ -40,6 +40,8 @@ class Position:
     """Slots that carried loss so far."""
     fingerprint: str
     """Hash of everything the losses depend on; a checkpoint of another is refused."""
+    window: tuple[float, ...] = ()
+    """State of the metrics since the last line of metrics.jsonl."""
 
 
 def save_checkpoint(
@@ -119,7 +121,7 @@ def load_checkpoint(
 ) -> Position:
     """Masters and moments into `drafter` and `optimizer`; the position they stand at. Raises `UserError`."""
     verify_checkpoint(checkpoint)
-    position = Position(**json.loads((checkpoint / "position.json").read_text()))
+    position = read_position(checkpoint)
     if position.fingerprint != fingerprint:
         raise UserError(
             f"{checkpoint}: made with another configuration, data or target: give the settings of its run "
@@ -134,6 +136,12 @@ def load_checkpoint(
             "exp_avg_sq": moments[f"exp_avg_sq.{name}"].to(parameter.device),
         }
     return position
+
+
+def read_position(checkpoint: Path) -> Position:
+    """Where a verified checkpoint stands."""
+    values = json.loads((checkpoint / "position.json").read_text())
+    return Position(**{**values, "window": tuple(values["window"])})
 
 
 def load_masters(checkpoint: Path) -> tuple[dict, dict[str, Tensor]]:

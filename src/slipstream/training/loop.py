@@ -11,7 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -34,7 +34,7 @@ from slipstream.training.checkpoint import (
 )
 from slipstream.training.loss import BlockLoss, block_loss
 from slipstream.training.metrics import Display, MetricsFile, SlotMeter, Stillness
-from slipstream.training.setup import Run
+from slipstream.training.run import Run
 
 VALIDATION_SEED = 7_777_777
 """Anchors of the validation: fixed, so that two evaluations differ only by the weights."""
@@ -47,7 +47,6 @@ class Trained:
     """How a run ended."""
 
     position: Position
-    validation: dict[str, Any] | None
     interrupted: bool
 
 
@@ -60,23 +59,18 @@ def train(run: Run, display: Display) -> Trained:
     optimizer = torch.optim.AdamW(
         parameters, lr=config.lr, betas=config.betas, eps=1e-8, weight_decay=config.weight_decay, foreach=True
     )
-    position = Position(step=0, seconds=0.0, labels=0, fingerprint=run.fingerprint)
-    clear_leftovers(run.folder)
-    newest, damaged = newest_checkpoint(run.folder)
-    if newest is not None:
-        position = load_checkpoint(newest, drafter, optimizer, run.fingerprint)
-        passed_over = f"; passed over, incomplete: {', '.join(damaged)}" if damaged else ""
-        display.say(f"resume: {newest} (step {position.step}){passed_over}")
+    position = resume(run, optimizer, display)
     metrics = MetricsFile(run.folder / "metrics.jsonl", position.step)
     meter = SlotMeter(config.block_size, device)
+    meter.load(position.window)
     stillness = Stillness(drafter)
+    first_bad = torch.full((), -1, device=device)
     first_step = saved_step = position.step
-    norm = torch.zeros((), device=device)
+    validated_step = metrics.last_step("validation")
     if device.type == "cuda":
         compile_kernels(run, display)
-    began = time.monotonic()
-    validated_step = metrics.last_step("validation")
-    validation, tokens, window_began = None, 0, began
+    began = time.monotonic() - position.seconds  # as if the run had never paused
+    tokens, window_began = 0, position.seconds
 
     display.start("train", 100, int(100 * progress(position, run)), percent=True)
     with StopSignal() as stop:
@@ -85,53 +79,63 @@ def train(run: Run, display: Display) -> Trained:
             step = position.step
             weight = torch.zeros((), device=device)
             learning_rate = config.lr * schedule(progress(position, run), config.warmup)
+            check_taps = device.type == "cpu" or step % config.log_interval == 0
             for epoch, index in run.plan.step_rows(step):
                 row = run.rows.row(index)
-                loss, blocks = row_loss(run, row, run.taps, (config.seed, epoch, 0), config.noise)
+                key = (config.seed, epoch, 0)
+                loss, blocks = row_loss(run, row, run.taps, key, config.noise, check_taps)
                 loss.total.backward()
                 weight += loss.weight
                 meter.add(loss, blocks, int(row.supervised.sum()))
-                position = advance(position, labels=blocks.labels)
+                position = replace(position, labels=position.labels + blocks.labels)
                 tokens += int((row.documents >= 0).sum())
             norm = update(parameters, optimizer, weight, config, learning_rate)
-            seconds = position.seconds + time.monotonic() - began
-            position, began = advance(position, steps=1, seconds=seconds), time.monotonic()
+            first_bad = torch.where((first_bad < 0) & ~norm.isfinite(), step, first_bad)
+            position = replace(position, step=step + 1, seconds=time.monotonic() - began)
 
-            log = position.step % config.log_interval == 0 or position.step == run.steps or step == first_step
-            save = position.step % config.save_interval == 0
-            if (log or save or device.type == "cpu") and not math.isfinite(float(norm)):
-                refuse_non_finite(run, step)
+            log = position.step % config.log_interval == 0 or position.step == 1 or finished(position, run)
+            validation_due = position.step % config.eval_interval == 0 and run.heldout is not None
+            save_due = position.step % config.save_interval == 0
+            share = int(100 * progress(position, run))
+            if log or save_due or device.type == "cpu":
+                refuse_non_finite(run, int(first_bad))
             if log:
-                now = time.monotonic()
-                facts = meter.read()
-                speed = tokens / (now - window_began)
-                tokens, window_began = 0, now
-                extra = {"lr": learning_rate, "grad_norm": float(norm), "tokens_per_second": speed}
-                metrics.write("train", position.step, **facts, **extra, **memory(device))
-                line = f"step {position.step}  loss {facts['loss']:.4f}  τ {facts['tau']:.3f}"
-                line += f"  lr {learning_rate:.1e}  {speed:,.0f} tok/s"
-                display.advance(int(100 * progress(position, run)), line, line=True)
+                facts = meter.read() | {"lr": learning_rate, "grad_norm": float(norm)}
+                facts["tokens_per_second"] = tokens / (time.monotonic() - began - window_began)
+                tokens, window_began = 0, time.monotonic() - began
+                metrics.write("train", position.step, **facts, **memory(device))
+                display.advance(share, describe_step(position.step, facts), line=True)
                 alarm_still(stillness, position.step - first_step, position.step, metrics, display)
             else:
-                display.advance(int(100 * progress(position, run)), f"step {position.step}")
-            if position.step % config.eval_interval == 0 and run.heldout is not None:
-                validation, validated_step = validate(run), position.step
-                report_validation(validation, position.step, metrics, display)
-                began = time.monotonic()
-            if save:
-                save_checkpoint(run.folder, drafter, optimizer, position, config.keep_checkpoints)
-                saved_step, began = position.step, time.monotonic()
+                display.advance(share, f"step {position.step}")
 
-        interrupted = not finished(position, run)
+            paused = time.monotonic()  # the run's clock counts training only
+            if validation_due:
+                validated_step = validate_and_tell(run, position.step, metrics, display)
+            if save_due:
+                saved_step = save(run, optimizer, position, meter)
+            began += time.monotonic() - paused
+
         if position.step > saved_step:
-            if not math.isfinite(float(norm)):
-                refuse_non_finite(run, position.step - 1)
-            save_checkpoint(run.folder, drafter, optimizer, position, config.keep_checkpoints)
+            refuse_non_finite(run, int(first_bad))
+            save(run, optimizer, position, meter)
     display.stop()
+    interrupted = not finished(position, run)
     if run.heldout is not None and not interrupted and validated_step < position.step:
-        validation = validate(run)
-        report_validation(validation, position.step, metrics, display)
-    return Trained(position, validation, interrupted)
+        validate_and_tell(run, position.step, metrics, display)
+    return Trained(position, interrupted)
+
+
+def resume(run: Run, optimizer: torch.optim.Optimizer, display: Display) -> Position:
+    """Where the newest complete checkpoint stands, loaded into drafter and optimiser; else the start."""
+    clear_leftovers(run.folder)
+    newest, damaged = newest_checkpoint(run.folder)
+    if newest is None:
+        return Position(step=0, seconds=0.0, labels=0, fingerprint=run.fingerprint)
+    position = load_checkpoint(newest, run.drafter, optimizer, run.fingerprint)
+    passed_over = f"; passed over, incomplete: {', '.join(damaged)}" if damaged else ""
+    display.say(f"resume: {newest} (step {position.step}){passed_over}")
+    return position
 
 
 def compile_kernels(run: Run, display: Display) -> None:
@@ -146,16 +150,18 @@ def compile_kernels(run: Run, display: Display) -> None:
 
 
 def row_loss(
-    run: Run, row: Row, link: TapLink, key: tuple[int, int, int], noise: float
+    run: Run, row: Row, link: TapLink, key: tuple[int, int, int], noise: float, check_taps: bool = True
 ) -> tuple[BlockLoss, Blocks]:
-    """Taps, blocks and loss of one packed row; `key` is (seed, epoch, draw) and fixes anchors and noise."""
+    """Taps, blocks and loss of one packed row; `key` is (seed, epoch, draw) and fixes anchors and noise.
+    `check_taps` reads the device: on a GPU not in every step.
+    """
     config, drafter = run.config, run.drafter
     anchors = draw_anchors(row, config.max_anchors, key)
     blocks = make_blocks(row, anchors, config.max_anchors, config.block_size, drafter.config.mask_token_id)
     blocks = blocks.to(run.device)
     taps_ST = link(row).to(run.dtype)
     used, layers = row.spans()[-1][1], len(run.target.target_layer_ids)
-    if run.device.type == "cpu" and (trouble := tap_health(taps_ST[:used], layers)):
+    if check_taps and (trouble := tap_health(taps_ST[:used], layers)):
         raise UserError(
             f"row {row.row_id}: the target's features are {trouble}: training on them teaches nothing"
         )
@@ -235,17 +241,19 @@ def schedule(done: float, warmup: float) -> float:
     return max(0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup))), 1e-4)
 
 
-def advance(position: Position, steps: int = 0, labels: int = 0, seconds: float | None = None) -> Position:
-    return Position(
-        step=position.step + steps,
-        seconds=position.seconds if seconds is None else seconds,
-        labels=position.labels + labels,
-        fingerprint=position.fingerprint,
-    )
+def save(run: Run, optimizer: torch.optim.Optimizer, position: Position, meter: SlotMeter) -> int:
+    """A checkpoint of this position; its step."""
+    position = replace(position, window=meter.state())
+    save_checkpoint(run.folder, run.drafter, optimizer, position, run.config.keep_checkpoints)
+    return position.step
 
 
 def refuse_non_finite(run: Run, step: int) -> None:
-    """End the run with the rows of the step that went wrong; the last checkpoint is from before it."""
+    """End the run with the rows of the first step that went wrong (−1: none did); the last checkpoint is from
+    before it.
+    """
+    if step < 0:
+        return
     rows = ", ".join(f"row {i} (documents {run.rows.documents(i)})" for _, i in run.plan.step_rows(step))
     raise UserError(
         f"step {step + 1}: the gradient is not finite: look at {rows}; a lower --lr or --clip may help; "
@@ -265,7 +273,15 @@ def alarm_still(stillness: Stillness, steps: int, step: int, metrics: MetricsFil
         )
 
 
-def report_validation(facts: dict[str, Any], step: int, metrics: MetricsFile, display: Display) -> None:
+def describe_step(step: int, facts: dict[str, Any]) -> str:
+    return (
+        f"step {step}  loss {facts['loss']:.4f}  τ {facts['tau']:.3f}  lr {facts['lr']:.1e}  "
+        f"{facts['tokens_per_second']:,.0f} tok/s"
+    )
+
+
+def validate_and_tell(run: Run, step: int, metrics: MetricsFile, display: Display) -> int:
+    facts = validate(run)
     metrics.write("validation", step, **facts)
     slots = " ".join(f"{a:.2f}" for a in facts["slot_accuracy"])
     display.say(
@@ -273,6 +289,7 @@ def report_validation(facts: dict[str, Any], step: int, metrics: MetricsFile, di
         f"accuracy by slot {slots}  "
         f"({facts['blocks']} blocks, {facts['blocks_short']} short, coverage {facts['coverage']:.0%})"
     )
+    return step
 
 
 def memory(device: torch.device) -> dict[str, float]:

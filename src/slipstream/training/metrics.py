@@ -54,6 +54,16 @@ class SlotMeter:
         self.supervised += supervised
         self.blocks += blocks.count
 
+    def state(self) -> tuple[float, ...]:
+        """All sums, for a checkpoint: a resumed run's next line covers what an uninterrupted run's does."""
+        return (*self.sums.tolist(), self.labelled, self.supervised, self.blocks)
+
+    def load(self, state: tuple[float, ...]) -> None:
+        if not state:
+            return
+        self.sums.copy_(torch.tensor(state[:-3], dtype=torch.float64))
+        self.labelled, self.supervised, self.blocks = map(int, state[-3:])
+
     def read(self) -> dict[str, Any]:
         """Averages since the last read, and a fresh start."""
         values = self.sums.tolist()
@@ -119,7 +129,7 @@ class MetricsFile:
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):
+    except (json.JSONDecodeError, KeyError, TypeError):
         return float("inf")  # a line cut by a crash
 
 
@@ -143,6 +153,7 @@ class Display:
     def start(self, what: str, total: int, done: int = 0, percent: bool = False) -> None:
         """A piece of work of `total` items, or of 100 percent."""
         self.what, self.total, self.percent = what, total, percent
+        self._last = 0.0
         if self.console.is_terminal:
             count = TaskProgressColumn() if percent else MofNCompleteColumn()
             columns = (TextColumn("{task.description}"), BarColumn(), count)

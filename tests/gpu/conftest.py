@@ -1,0 +1,3 @@
+from tests.integration.conftest import world
+
+__all__ = ["world"]
