@@ -32,4 +32,4 @@ test-gpu: install
 	$(VENV)/bin/python -m pytest -q -m gpu
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV)

@@ -112,7 +112,8 @@ def main() -> None:
     convert = [sys.executable, str(ROOT / "examples/quickstart/convert_target.py"), str(target)]
     if args.gguf is not None:
         convert += ["--gguf", str(args.gguf)]
-    subprocess.run(convert, check=True)
+    if code := subprocess.run(convert, check=False).returncode:
+        raise SystemExit(code)
 
     say(2, "prepare the example chats (prompts and answers by the target itself)")
     if not (data / "manifest.json").exists():

@@ -32,6 +32,10 @@ class World:
     chats: Path
     data: Path
 
+    def prepare(self, chats: Path, out: Path) -> list[str]:
+        """Flags of `prepare`; its verb stands before them."""
+        return ["--input", str(chats), "--output-dir", str(out), "--tokenizer", str(self.target)]
+
     def train(self, run: Path, *flags: str) -> list[str]:
         """Arguments of a run of milliseconds a step; later flags win."""
         small = (

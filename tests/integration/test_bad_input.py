@@ -67,14 +67,7 @@ def untouched(folder: Path) -> dict[Path, bytes]:
 def test_prepare_names_file_line_and_field_of_a_broken_record(world, tmp_path, refused, line, told):
     path = write_jsonl(tmp_path / "chats.jsonl", [counting(i, 9) for i in range(3)])
     path.write_text(path.read_text() + line + "\n")
-    arguments = [
-        "--input",
-        str(path),
-        "--output-dir",
-        str(tmp_path / "out"),
-        "--tokenizer",
-        str(world.target),
-    ]
+    arguments = world.prepare(path, tmp_path / "out")
     refused(
         ["prepare", *arguments, "--shard-tokens", "64", "--max-length", "64"], *told, gone=tmp_path / "out"
     )
@@ -85,14 +78,7 @@ def test_prepare_refuses_all_masked_data_with_a_sample_and_train_does_too(world,
     masked = [{**m, "loss_mask": [0] * len(m["input_ids"])} for m in masked]
     (tmp_path / "in").mkdir()
     path = write_jsonl(tmp_path / "in" / "masked.jsonl", masked)
-    arguments = [
-        "--input",
-        str(path),
-        "--output-dir",
-        str(tmp_path / "out"),
-        "--tokenizer",
-        str(world.target),
-    ]
+    arguments = world.prepare(path, tmp_path / "out")
     refused(["prepare", *arguments], "no supervised token in 8 records", "Hello 0", gone=tmp_path / "out")
     flags = ["--data-dir", str(path.parent)]
     told = [f"{path.parent}: no supervised token in 8 records", "loss_mask must be 1"]

@@ -137,7 +137,8 @@ def test_kill_9_at_ten_moments_and_in_a_checkpoints_write_resumes_to_the_uninter
     assert forks.run(arguments, log) == 0, log.read_text()
     assert f"resume: {run / 'checkpoints' / str(newest)} " in log.read_text()
     equal_to_the_last_bit(run, uninterrupted)
-    assert not [p for p in run.rglob("*") if ".partial" in p.name], "what the kills left is cleaned up"
+    left = [p for p in run.rglob("*") if p.name.endswith((".partial", ".tmp"))]
+    assert not left, "what the kills left is cleaned up"
     assert len(complete_checkpoints(run)) == 2
 
 
@@ -163,7 +164,7 @@ def test_what_a_killed_run_left_half_written_is_cleaned_up_by_the_next_whatever_
     shutil.rmtree(second)
     for name in (".step_00000039.partial", ".step_00000005.old.partial"):
         shutil.copytree(first, first.parent / name)
-    for name in ("config.yaml.tmp", "env.json.tmp", "metrics.partial"):
+    for name in ("config.yaml.tmp", "env.json.tmp", "metrics.jsonl.tmp"):
         (tmp_path / "run" / name).write_text("half")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as f:
         f.write('{"kind": "train", "st')

@@ -107,8 +107,9 @@ def tau_text(tau: Tau | None) -> str:
 def agreement_text(agreement: Agreement) -> str:
     """One line of verdict, and one for each of the first differences."""
     if agreement.lossless:
+        verdict = "lossless" if agreement.dtype == "float32" else "no difference"
         return (
-            f"lossless in {agreement.dtype}: {agreement.tokens} tokens of {agreement.requests} requests "
+            f"{verdict} in {agreement.dtype}: {agreement.tokens} tokens of {agreement.requests} requests "
             "equal plain decoding's"
         )
     count = len(agreement.differences)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slipstream.config import UserError
 from slipstream.data.pack import Row
+from slipstream.data.shards import write_atomic
 from slipstream.models.selfcheck import tap_health
 from slipstream.models.target import Target
 
@@ -83,11 +84,11 @@ class TapCache:
             cache = TapCache.open(folder)
             cache.check(facts)
             return cache
-        unfinished = {Path(FACTS).with_suffix(".partial").name}
+        unfinished = {f"{FACTS}.tmp"}
         if folder.exists() and {p.name for p in folder.iterdir()} - unfinished:
             raise UserError(f"{folder}: is not empty and holds no taps: give a new --output-dir")
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / FACTS, json.dumps(asdict(facts), indent=2).encode())
+        write_atomic(folder / FACTS, json.dumps(asdict(facts), indent=2).encode())
         return TapCache(folder, facts)
 
     def check(self, wanted: TapFacts) -> None:
@@ -168,12 +169,3 @@ def check_disk(folder: Path, needed: int) -> None:
             f"{folder}: the taps need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: "
             "free space, record fewer rows (--limit-rows) or train online"
         )
-
-
-def _write(path: Path, data: bytes) -> None:
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(partial, path)

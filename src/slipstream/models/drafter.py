@@ -148,7 +148,7 @@ class RMSNorm(nn.Module):
 
 class Linear(nn.Module):
     """x Wᵀ without bias, computed in x's dtype from an fp32 master; starts with deviation 1/√width_in, which
-    keeps the scale of what passes through (ahead of 0.02 early, level later: docs/training.md).
+    keeps the scale of what passes through.
     """
 
     def __init__(self, width_in: int, width_out: int) -> None:

@@ -8,7 +8,6 @@ apart.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from rich.progress import (
 )
 from torch import Tensor, nn
 
+from slipstream.data.shards import write_atomic
 from slipstream.training.blocks import Blocks, accepted_prefix
 from slipstream.training.loss import BlockLoss
 
@@ -112,9 +112,7 @@ class MetricsFile:
         if path.exists():
             lines = path.read_text(errors="replace").splitlines()
             kept = [line for line in lines if _step_of(line) <= resumed_step]
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(line + "\n" for line in kept))
-            os.replace(partial, path)
+            write_atomic(path, "".join(line + "\n" for line in kept).encode())
 
     def last_step(self, kind: str) -> int:
         """The step of the newest line of this kind, −1 without one."""

@@ -72,10 +72,8 @@ def drafter_config(config: TrainConfig, target: Target, mask_token_id: int) -> D
     """
     heads, kv_heads, head_dim = default_heads(target.hidden_size)
     if config.heads is not None:
-        heads, kv_heads = (
-            config.heads,
-            max(d for d in range(1, heads + 1) if config.heads % d == 0 and d <= kv_heads),
-        )
+        heads = config.heads
+        kv_heads = max(d for d in range(1, kv_heads + 1) if heads % d == 0)
     return DrafterConfig(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
