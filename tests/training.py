@@ -20,6 +20,7 @@ from slipstream.distributed.placement import Plan
 from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.target import Target
 from slipstream.training.blocks import Blocks, anchor_candidates, decay_weights, make_blocks
+from slipstream.training.flops import row_flops
 from slipstream.training.loss import SlotWeights
 from slipstream.training.run import Run
 from tests.tiny import row_of
@@ -112,9 +113,13 @@ def run_of(
         heldout_data=TokenDataset("heldout", np.zeros(0, int), "", None, None, (), {}, (), ()),
         taps=target.taps,
         heldout_taps=target.taps,
-        plan=Plan(settings.seed, rows.count if rows is not None else 1, settings.accumulation),
+        plan=Plan(
+            settings.seed, rows.count if rows is not None else 1, settings.accumulation, settings.anchor_draws
+        ),
         steps=steps,
         attention=attention,
+        compiled=False,
+        flops=row_flops(drafter.config, 0),
         slot_weights=slot_weights or SlotWeights(decay_weights(size, 2.0)),
         facts=TapFacts("tiny", target.target_layer_ids, 0, "float32", 0, "tiny", "", 1, 0),
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.config import (
     CacheConfig,
+    DoctorConfig,
     EvalConfig,
     ExportConfig,
     PrepareConfig,
@@ -34,6 +35,7 @@ flags)
   train     train a drafter, export it, decode with what was exported
   eval      decode prompts with a drafter: τ, acceptance by slot, baselines, speed, losslessness
   export    write a checkpoint in the layout that serving engines load
+  doctor    can this machine train, and how well; exit code 1 when it cannot
 
 Flags win over the recipe, the recipe over defaults. --debug shows the traceback of an error."""
 
@@ -64,16 +66,19 @@ def run_cache(config: CacheConfig) -> None:
 
 def run_train(config: TrainConfig) -> None:
     from slipstream.export.zlab import export_run
+    from slipstream.system.planner import plan
     from slipstream.training.loop import train
     from slipstream.training.metrics import Display
     from slipstream.training.run import describe_plan, write_run_facts
     from slipstream.training.setup import open_run
 
     with Display() as display:
-        run = open_run(config, display)
-        display.say(describe_plan(run))
         if config.plan:
+            plan(config, display)
             return
+        run = open_run(config, display)
+        said = describe_plan(config, run.rows.count, run.steps, run.device, run.dtype, run.attention)
+        display.say(said)
         write_run_facts(run)
         trained = train(run, display)
     if trained.interrupted:
@@ -104,12 +109,21 @@ def run_export(config: ExportConfig) -> None:
     print(f"export: {export_run(Path(config.checkpoint), Path(config.output_dir), replace=False)}")
 
 
-VERBS: dict[str, tuple[type, Callable[[Any], None]]] = {
+def run_doctor(config: DoctorConfig) -> int:
+    from slipstream.system.doctor import doctor
+
+    text, usable = doctor(config)
+    print(text)
+    return 0 if usable else 1
+
+
+VERBS: dict[str, tuple[type, Callable[[Any], int | None]]] = {
     "prepare": (PrepareConfig, run_prepare),
     "cache": (CacheConfig, run_cache),
     "train": (TrainConfig, run_train),
     "eval": (EvalConfig, run_eval),
     "export": (ExportConfig, run_export),
+    "doctor": (DoctorConfig, run_doctor),
 }
 
 
@@ -178,8 +192,9 @@ def main(argv: list[str] | None = None) -> int:
             )
         cls, run = VERBS[verb]
         config = parse(cls, verb, args)
-        set_process_environment()
-        run(config)
+        for line in set_process_environment():
+            print(line, file=sys.stderr)
+        return run(config) or 0
     except UserError as e:
         if debug:
             raise
@@ -204,7 +219,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

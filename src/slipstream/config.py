@@ -19,6 +19,8 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from slipstream.system.caches import INDUCTOR_CACHE, TRITON_CACHE, place_caches
+
 C = TypeVar("C")
 
 
@@ -92,7 +94,11 @@ class TrainConfig:
     token).
     """
     sliding_window: int | None = None
-    """Context window of every drafter layer in tokens (default: unlimited)."""
+    """Context window of the drafter's layers in tokens (default: unlimited)."""
+    full_layers: int = 0
+    """With a sliding window: how many layers, the last ones, see the whole context all the same."""
+    rope_theta: float | None = None
+    """Base of the drafter's rotary embedding (default: the target's)."""
 
     # rows, blocks, loss
     token_budget: int = 8192
@@ -127,6 +133,8 @@ class TrainConfig:
     """
     accumulation: int = 1
     """Packed rows per optimiser step."""
+    anchor_draws: int = 1
+    """Optimiser steps on each row's taps, every one with fresh anchors: saves target passes."""
     lr: float = 6e-4
     """Peak learning rate of AdamW."""
     warmup: float = 0.04
@@ -147,10 +155,20 @@ class TrainConfig:
     """Precision of the target and of the drafter's matrix work; masters, reductions and losses are always
     fp32.
     """
+    target_pass: Literal["auto", "fused", "stock"] = "auto"
+    """How the target reads rows: fused (packed, documents apart; on CUDA where the family allows) or its
+    stock layers.
+    """
+    target_fp8: bool = False
+    """The fused target's matrix products in FP8: faster, taps a few percent off (GPUs from sm_89)."""
     attention: Literal["auto", "flex", "documents", "dense"] = "auto"
     """Block attention: compiled flex (CUDA), dense one document at a time (CPU), or dense (the oracle)."""
     compile: bool = True
-    """Compiled flex attention on CUDA; `--no-compile` debugs with dense attention one document at a time."""
+    """Compiled layers, loss and flex attention on CUDA; `--no-compile` debugs with dense attention one
+    document at a time.
+    """
+    activation_checkpointing: bool = False
+    """Compute each drafter layer again in the backward pass: less memory, a fifth more time."""
     dp_pairs: int = 0
     """Pairs of a target GPU and a drafter GPU; 0 chooses by what is there."""
 
@@ -199,6 +217,10 @@ class CacheConfig:
     """`cpu`, `cuda`, or `auto`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the target and of the stored taps."""
+    target_pass: Literal["auto", "fused", "stock"] = "auto"
+    """As in `train`."""
+    target_fp8: bool = False
+    """As in `train`."""
 
 
 @dataclass(frozen=True)
@@ -251,24 +273,40 @@ class ExportConfig:
     """Folder to write; must be new or empty."""
 
 
+@dataclass(frozen=True)
+class DoctorConfig(TrainConfig):
+    """Can this machine train, and how well. Takes what `train` takes, so that a recipe or a whole command
+    line can be asked about.
+    """
+
+    json: bool = False
+    """Findings and facts as JSON."""
+    facts: str | None = None
+    """Judge the facts of this file, recorded on another machine."""
+    record: str | None = None
+    """Write this machine's facts to this file too."""
+
+
 REQUIRED: dict[type, tuple[str, ...]] = {
     PrepareConfig: ("input", "output_dir", "tokenizer"),
     TrainConfig: ("target_model", "data_dir", "output_dir"),
     CacheConfig: ("target_model", "data_dir", "output_dir"),
     EvalConfig: ("target_model", "drafter", "prompts"),
     ExportConfig: ("checkpoint", "output_dir"),
+    DoctorConfig: (),
 }
 
 
 AT_LEAST: dict[str, int] = {
     "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 2, "intermediate_size": 1, "sliding_window": 1,
-    "token_budget": 2, "noise": 0, "max_steps": 1, "accumulation": 1, "weight_decay": 0, "seed": 0,
+    "token_budget": 2, "noise": 0, "max_steps": 1, "accumulation": 1, "anchor_draws": 1, "full_layers": 0,
+    "weight_decay": 0, "seed": 0,
     "log_interval": 1, "save_interval": 1, "keep_checkpoints": 1, "eval_interval": 1, "eval_rows": 0,
     "decode_prompts": 0, "decode_tokens": 1, "dp_pairs": 0, "limit_rows": 1, "heldout_rows": 0,
     "max_length": 2, "limit": 1, "block_size": 2, "max_anchors": 1, "max_prompts": 1, "max_new_tokens": 1,
     "temperature": 0, "lossless_tokens": 0,
 }  # fmt: skip
-POSITIVE = ("gamma", "epochs", "max_minutes", "lr", "clip")
+POSITIVE = ("gamma", "rope_theta", "epochs", "max_minutes", "lr", "clip")
 SHARES = ("warmup", "betas", "dpace_floor", "holdout")
 
 
@@ -367,10 +405,27 @@ def check_ranges(config: Any) -> None:
                 raise UserError(f"--{name.replace('_', '-')} {v}: must be {what}")
 
 
-def set_process_environment() -> None:
-    """Defaults that must stand before torch is imported; a user's own setting is left alone."""
+def set_process_environment() -> list[str]:
+    """Defaults that must stand before torch is imported; a user's own setting is left alone.
+
+    Returns lines for the user: where kernels are kept, if that is not the usual place.
+    """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    caches = place_caches(os.environ)
+    os.environ.update(caches.variables)
+    return list(caches.notes)
+
+
+def kernel_cache_folders() -> tuple[Path | None, Path | None]:
+    """Triton's and inductor's folders as this process uses them; None where no variable says."""
+    triton, inductor = os.environ.get(TRITON_CACHE), os.environ.get(INDUCTOR_CACHE)
+    return Path(triton) if triton else None, Path(inductor) if inductor else None
+
+
+def read_environment(*names: str) -> dict[str, str | None]:
+    """Environment variables as they stand, for what reports on them."""
+    return {name: os.environ.get(name) for name in names}
 
 
 def default_gamma(block_size: int) -> float:

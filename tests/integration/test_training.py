@@ -22,12 +22,13 @@ from slipstream import cli
 from slipstream.config import TrainConfig, UserError, from_dict
 from slipstream.data.pack import Row
 from slipstream.data.shards import open_dataset
+from slipstream.distributed.link import holding
 from slipstream.distributed.placement import Plan
 from slipstream.export.zlab import load_drafter
 from slipstream.training import loop
 from slipstream.training.checkpoint import complete_checkpoints, load_masters
 from slipstream.training.metrics import Display, Stillness
-from slipstream.training.run import Run
+from slipstream.training.run import Run, write_run_facts
 from slipstream.training.setup import open_run
 from tests.fixtures_data import write_jsonl
 from tests.integration.conftest import World, losses
@@ -269,8 +270,8 @@ def gradients(
         def step(self, closure=None):
             taken.append([p.grad.clone() for g in self.param_groups for p in g["params"]])
 
-    def watched(parameters, _optimizer, *rest):
-        norms.append(float(update(parameters, NoStep(parameters, lr=0.1), *rest)))
+    def watched(drafter, _optimizer, *rest):
+        norms.append(float(update(drafter, NoStep(drafter.parameters(), lr=0.1), *rest)))
         return torch.tensor(norms[-1])
 
     given = dataclasses.replace(
@@ -335,17 +336,47 @@ def test_four_rows_accumulated_give_the_gradients_of_one_row_that_holds_all_thei
 def test_the_plan_takes_every_row_once_an_epoch_whatever_the_accumulation(rows, per_step):
     plan = Plan(3, rows, per_step)
     epochs = 3 * per_step
-    taken = [pair for step in range(plan.steps(epochs)) for pair in plan.step_rows(step)]
-    assert Counter(taken) == {(e, r): 1 for e in range(epochs) for r in range(rows)}
+    taken = [place for step in range(plan.steps(epochs)) for place in plan.step_rows(step)]
+    assert Counter(taken) == {(e, r, 0): 1 for e in range(epochs) for r in range(rows)}
     assert taken == [
         pair for step in range(plan.steps(epochs)) for pair in Plan(3, rows, per_step).step_rows(step)
     ]
     if rows > 4:
-        orders = [[r for e, r in taken if e == epoch] for epoch in range(2)]
+        orders = [[r for e, r, _ in taken if e == epoch] for epoch in range(2)]
         assert orders[0] != orders[1], "a fresh order every epoch"
         assert taken != [
             pair for step in range(plan.steps(epochs)) for pair in Plan(4, rows, per_step).step_rows(step)
         ]
+
+
+def test_draws_of_anchors_repeat_the_rows_of_a_step_and_reach_every_row_as_often():
+    plan, drawn = Plan(3, 7, 3), Plan(3, 7, 3, draws=2)
+    assert drawn.steps(6) == 2 * plan.steps(6)
+    for step in range(drawn.steps(6)):
+        same = plan.step_rows(step // 2)
+        assert drawn.step_rows(step) == [(epoch, row, step % 2) for epoch, row, _ in same]
+
+
+def test_draws_of_anchors_share_a_target_pass_train_on_other_anchors_and_resume_exactly(world, tmp_path):
+    flags = ("--anchor-draws", "3", "--accumulation", "2", "--max-steps", "8", "--log-interval", "1")
+    whole = run_of(world, tmp_path / "whole", *flags)
+    passes, taps = [], whole.target.taps
+    whole.target.taps = lambda row: passes.append(row.row_id) or taps(row)  # type: ignore[method-assign]
+    counted = dataclasses.replace(whole, taps=holding(whole.target.taps, 2), heldout=None)
+    loop.train(counted, QUIET)
+    assert passes == [row for step in (0, 3, 6) for _, row, _ in whole.plan.step_rows(step)]
+    distinct = {value["loss"] for value in losses(tmp_path / "whole").values()}
+    assert len(distinct) == 8, "every draw has its own anchors"
+
+    cut = dataclasses.replace(run_of(world, tmp_path / "cut", *flags), heldout=None)
+    write_run_facts(cut)
+    with pytest.MonkeyPatch.context() as patch:
+        update, calls = loop.update, []
+        stop = lambda *a: (calls.append(1), len(calls) == 4 and signal.raise_signal(signal.SIGTERM))  # noqa: E731
+        patch.setattr(loop, "update", lambda *a: (stop(), update(*a))[1])
+        assert loop.train(cut, QUIET).position.step == 4, "in the middle of a row's draws"
+    loop.train(dataclasses.replace(run_of(world, tmp_path / "cut", *flags), heldout=None), QUIET)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
 def test_the_plan_asked_in_any_order_answers_the_same():
@@ -363,7 +394,7 @@ def test_a_run_reads_exactly_the_rows_of_its_plan_and_none_is_lost_at_an_epochs_
 
     def watched(run, row, link, key, noise, check_taps=True):
         if key[0] != loop.VALIDATION_SEED:
-            seen.append((key[1], row.row_id))
+            seen.append((key[1], row.row_id, key[2]))
         return row_loss(run, row, link, key, noise, check_taps)
 
     monkeypatch.setattr(loop, "row_loss", watched)
@@ -371,7 +402,7 @@ def test_a_run_reads_exactly_the_rows_of_its_plan_and_none_is_lost_at_an_epochs_
     assert run.rows.count % 3 == 1
     loop.train(run, QUIET)
     assert seen == [pair for step in range(28) for pair in run.plan.step_rows(step)]
-    assert Counter(seen) == {(e, r): 1 for e in range(3) for r in range(28)}
+    assert Counter(seen) == {(e, r, 0): 1 for e in range(3) for r in range(28)}
 
 
 # ---- resume ----
@@ -483,10 +514,9 @@ def test_a_trainable_tensor_that_does_not_move_is_named_whatever_the_log_interva
     update = loop.update
     frozen = "layers.0.self_attn.k_norm.weight"
 
-    def without(parameters, *rest):
-        named = dict(zip([n for n, _ in run.drafter.named_parameters()], parameters, strict=True))
-        named[frozen].grad.zero_()
-        return update(parameters, *rest)
+    def without(drafter, *rest):
+        drafter.get_parameter(frozen).grad.zero_()
+        return update(drafter, *rest)
 
     monkeypatch.setattr(loop, "update", without)
     run = run_of(world, tmp_path / "run", "--max-steps", "50", "--log-interval", interval)
@@ -514,15 +544,15 @@ def test_a_gradient_that_is_not_finite_ends_the_run_naming_its_rows_and_keeps_th
 ):
     update, calls = loop.update, []
 
-    def poisoned(parameters, *rest):
+    def poisoned(drafter, *rest):
         calls.append(1)
         if len(calls) == 4:
-            parameters[0].grad[0, 0] = value
-        return update(parameters, *rest)
+            next(drafter.parameters()).grad[0, 0] = value
+        return update(drafter, *rest)
 
     monkeypatch.setattr(loop, "update", poisoned)
     run = run_of(world, tmp_path / "run", "--max-steps", "9", "--save-interval", "2", "--log-interval", "50")
-    (_, row), *_ = run.plan.step_rows(3)
+    (_, row, _), *_ = run.plan.step_rows(3)
     with pytest.raises(
         UserError, match=rf"step 4: the gradient is not finite: look at row {row} \(documents"
     ):

@@ -186,12 +186,12 @@ def test_the_comparisons_tell_a_mask_that_lets_the_anchor_s_feature_or_another_d
 @torch.no_grad()
 @pytest.mark.slow
 def test_the_compiled_kernel_is_dense_attention():
-    """`make_attend("flex")`, compiled to machine code, with two layer types of one predicate."""
+    """flex, compiled to machine code, with two layer types of one predicate."""
     row = supervised_row(LAYOUTS["holes"] + [[True] * 12], padding=3)
     blocks = all_blocks(row, 4, spare=2)
     drafter = make_drafter(config_of(None))
     dense, _, _ = drafted(drafter, row, blocks, dense_attend)
-    fused, _, _ = drafted(drafter, row, blocks, lambda b, c: make_attend("flex", b, c))
+    fused, _, _ = drafted(drafter, row, blocks, lambda b, c: flex_attend(b, c, compiled_flex_attention()))
     assert_close(fused, dense, 1e-5)
 
 

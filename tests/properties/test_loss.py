@@ -132,7 +132,9 @@ def test_logits_are_made_for_a_chunk_of_valid_slots_at_a_time_and_never_for_all(
 def test_the_comparison_tells_a_head_without_its_softcap_multiplier_or_bias(head, change, monkeypatch):
     blocks, whole = some_blocks(), make_head(**HEADS[head])
     monkeypatch.setattr(
-        loss_module, "_head_ce", lambda h, y, head, f=loss_module._head_ce: f(h, y, replace(head, **change))
+        loss_module,
+        "_head_ce",
+        lambda h, y, head, slopes, f=loss_module._head_ce: f(h, y, replace(head, **change), slopes),
     )
     with pytest.raises(AssertionError):
         check_against_plain(whole, WEIGHTS["decay"], blocks)

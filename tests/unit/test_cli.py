@@ -18,17 +18,20 @@ FLAGS = {
     "prepare": "--input --output-dir --tokenizer --max-length --on-long --holdout --thinking --shard-tokens "
     "--limit",
     "cache": "--target-model --data-dir --output-dir --taps --target-layer-ids --token-budget --on-long "
-    "--limit-rows --heldout-rows --device --dtype",
+    "--limit-rows --heldout-rows --device --dtype --target-pass --target-fp8 --no-target-fp8",
     "train": "--target-model --data-dir --output-dir --taps-dir --layers --heads --kv-heads --head-dim "
     "--intermediate-size --taps --target-layer-ids --block-size --mask-token-id --sliding-window "
-    "--token-budget --max-anchors --on-long --loss --gamma --dpace-floor --noise --noise-kind --epochs "
-    "--max-steps --max-minutes --accumulation --lr --warmup --weight-decay --betas --clip --seed --device "
-    "--dtype --attention --compile --no-compile --dp-pairs --log-interval --save-interval "
+    "--full-layers --rope-theta --token-budget --max-anchors --on-long --loss --gamma --dpace-floor --noise "
+    "--noise-kind --epochs --max-steps --max-minutes --accumulation --anchor-draws --lr --warmup "
+    "--weight-decay --betas --clip --seed "
+    "--device --dtype --target-pass --target-fp8 --no-target-fp8 --attention --compile --no-compile "
+    "--activation-checkpointing --no-activation-checkpointing --dp-pairs --log-interval --save-interval "
     "--keep-checkpoints --eval-interval --eval-rows --decode-prompts --decode-tokens --plan --no-plan",
     "eval": "--target-model --drafter --prompts --max-prompts --thinking --max-new-tokens --temperature "
     "--block-size --control --no-control --ngram-data --lossless-tokens --output --device --dtype --seed",
     "export": "--checkpoint --output-dir",
 }
+FLAGS["doctor"] = f"{FLAGS['train']} --json --no-json --facts --record"
 """What users' scripts hold: a flag that goes or changes its name breaks them. New ones are added here."""
 
 NEEDED = ["--target-model", "T", "--data-dir", "D", "--output-dir", "O"]

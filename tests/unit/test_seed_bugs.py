@@ -28,7 +28,7 @@ from slipstream.data.pack import Row, make_row, pack_rows
 from slipstream.models.drafter import Drafter
 from slipstream.models.target import Target
 from slipstream.training import attention as attention_module
-from slipstream.training import loop
+from slipstream.training import loop, step
 from slipstream.training.attention import choose_attention, compiled_flex_attention, fused_only, make_attend
 from slipstream.training.blocks import Blocks, add_noise, draw_anchors, make_blocks
 from slipstream.training.metrics import Display
@@ -206,7 +206,7 @@ def test_bug_3_noise_falls_on_the_taps_alone_and_zero_is_none_to_the_last_bit(mo
     run.drafter.register_forward_pre_hook(lambda module, args: given.append(args))
     clean, _ = loop.row_loss(run, row, run.taps, (0, 0, 0), noise=0.0)
     noisy, _ = loop.row_loss(run, row, run.taps, (0, 0, 0), noise=0.5)
-    monkeypatch.setattr(loop, "add_noise", lambda *args: pytest.fail("noise of size 0 was added"))
+    monkeypatch.setattr(step, "add_noise", lambda *args: pytest.fail("noise of size 0 was added"))
     again, _ = loop.row_loss(run, row, run.taps, (0, 0, 0), noise=0.0)
     assert torch.equal(given[0][0], run.taps(row))
     assert torch.equal(given[1][0], add_noise(given[0][0], "gaussian", 0.5, row, (0, 0, 0)))
@@ -224,7 +224,7 @@ def test_bug_3_training_adds_the_noise_and_validation_none(monkeypatch, tmp_path
     rows = Rows(dataset, packing, len(packing))
     run = tiny_run(folder=tmp_path / "run", rows=rows, heldout=rows, steps=3, noise=0.25, eval_interval=2)
     added, given, phase = [], [], []
-    monkeypatch.setattr(loop, "add_noise", lambda *args: (added.append(args[2:]), add_noise(*args))[1])
+    monkeypatch.setattr(step, "add_noise", lambda *args: (added.append(args[2:]), add_noise(*args))[1])
     validate = loop.validate
 
     def watched(run: Any) -> Any:
@@ -350,7 +350,7 @@ def from_the_anchor(*args: Any) -> Blocks:
 def test_bug_5_the_check_tells_positions_that_run_on_or_start_at_the_anchor(
     fault: Callable[..., Blocks], monkeypatch
 ):
-    monkeypatch.setattr(loop, "make_blocks", fault)
+    monkeypatch.setattr(step, "make_blocks", fault)
     with pytest.raises(AssertionError):
         check_positions("qwen3", "unpacked")
 
@@ -397,7 +397,7 @@ def test_bug_6_flex_runs_through_the_compiled_kernel(monkeypatch):
         used.append(options["block_mask"])
         return q
 
-    monkeypatch.setattr(attention_module, "compiled_flex_attention", lambda: kernel)
+    monkeypatch.setattr(attention_module, "fused_only", kernel)
     run = tiny_run(attention="flex")
     loop.row_loss(run, supervised_row(LAYOUTS["holes"], 3), run.taps, (0, 0, 0), 0.0)
     assert len(used) == run.drafter.config.num_layers

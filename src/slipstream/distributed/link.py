@@ -158,6 +158,20 @@ def online_taps(target: Target) -> TapLink:
     return target.taps
 
 
+def holding(link: TapLink, rows: int) -> TapLink:
+    """The link with the taps of the last `rows` rows kept on their device, for further draws of anchors."""
+    kept: dict[int, Tensor] = {}
+
+    def read(row: Row) -> Tensor:
+        if row.row_id not in kept:
+            while len(kept) >= rows:
+                del kept[next(iter(kept))]  # before the next pass needs its memory
+            kept[row.row_id] = link(row)
+        return kept[row.row_id]
+
+    return read
+
+
 def check_disk(folder: Path, needed: int) -> None:
     """Refuse before the first byte what cannot fit. `needed` in bytes."""
     place = folder

@@ -24,18 +24,22 @@ class Plan:
     seed: int
     rows: int
     rows_per_step: int
+    draws: int = 1
+    """Optimiser steps on the same rows, each with fresh anchors: one target pass serves them all."""
 
-    def step_rows(self, step: int) -> list[tuple[int, int]]:
-        """(epoch, row index) of each row of optimiser step `step`, counted from 0."""
-        first = step * self.rows_per_step
-        return [self.at(position) for position in range(first, first + self.rows_per_step)]
+    def step_rows(self, step: int) -> list[tuple[int, int, int]]:
+        """(epoch, row index, draw) of each row of optimiser step `step`, counted from 0."""
+        group, draw = divmod(step, self.draws)
+        first = group * self.rows_per_step
+        return [(*self.at(position), draw) for position in range(first, first + self.rows_per_step)]
 
     def at(self, position: int) -> tuple[int, int]:
         epoch, place = divmod(position, self.rows)
         return epoch, int(epoch_order(self.seed, epoch, self.rows)[place])
 
     def steps(self, epochs: float) -> int:
-        return max(1, math.ceil(epochs * self.rows / self.rows_per_step))
+        """Optimiser steps in which the target reads every row `epochs` times."""
+        return self.draws * max(1, math.ceil(epochs * self.rows / self.rows_per_step))
 
 
 @functools.lru_cache(maxsize=2)

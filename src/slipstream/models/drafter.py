@@ -9,17 +9,20 @@ Shapes: S context tokens of a packed row · N blocks · B block size · Q = N·B
 size · n heads (nq query, nkv key/value) · D head width · F MLP width.
 
 Source: arXiv 2602.06036; tensor names are those of the released checkpoints. Weights are fp32 masters; the
-matrix work runs in the dtype of the activations that come in, norms and rotary embeddings in fp32.
+matrix work runs in the dtype of the activations that come in, norms and rotary embeddings in fp32. On a GPU
+`use_gpu` compiles every layer as one graph and keeps a copy of the matrices in the working dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.config import UserError
 
@@ -154,9 +157,33 @@ class Linear(nn.Module):
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width_out, width_in).normal_(std=width_in**-0.5))
+        self.copy: Tensor | None = None
+        """The master in the working dtype (`Drafter.use_gpu`): cast once an update, not in every product."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        if self.copy is None:
+            return F.linear(x, self.weight.to(x.dtype))
+        return _MasterProduct.apply(x, self.weight, self.copy)  # type: ignore[return-value]
+
+
+class _MasterProduct(torch.autograd.Function):
+    """x Wᵀ of the working copy; the gradient goes to the master, in fp32 straight out of its product."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PI: Tensor, master_OI: Tensor, copy_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_PI, copy_OI)
+        return x_PI @ copy_OI.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (d_PO,), (x_PI, copy_OI) = grads, ctx.saved_tensors
+        d_x = d_PO @ copy_OI if ctx.needs_input_grad[0] else None
+        return d_x, product_fp32(d_PO.T, x_PI), None
+
+
+def product_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a b with an fp32 result; on CUDA nothing is rounded on the way."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).float()
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -258,6 +285,39 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, kind) for kind in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.checkpoint_layers = False
+        """Keep a layer's input only and compute the layer again in the backward pass."""
+        self._compiled: _Compiled | None = None
+        self.register_load_state_dict_post_hook(lambda *_: self.refresh())
+
+    def use_gpu(self, dtype: torch.dtype, compiled: bool) -> None:
+        """Working copies of the matrices in `dtype`, and each layer compiled as one graph (two graphs where
+        layer types differ), so that nothing but matrix products and one attention kernel touches memory
+        twice. Call it once the weights are on their device.
+        """
+        if dtype != self.fc.weight.dtype:
+            for linear in self.linears():
+                linear.copy = torch.empty_like(linear.weight, dtype=dtype, requires_grad=False)
+            self.refresh()
+        if compiled:
+            self._compiled = _Compiled(
+                torch.compile(Drafter.context, fullgraph=True, dynamic=False),
+                torch.compile(Layer.forward, fullgraph=True, dynamic=False),
+                torch.compile(RMSNorm.forward, fullgraph=True, dynamic=False),
+            )
+
+    def linears(self) -> list[Linear]:
+        return [module for module in self.modules() if isinstance(module, Linear)]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast the masters into the working copies: after every change of the masters. A fused optimiser
+        does not raise a tensor's version, so nothing here could notice by itself.
+        """
+        pairs = [(linear.copy, linear.weight) for linear in self.linears() if linear.copy is not None]
+        if pairs:
+            copies, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(copies, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def stack(self) -> Iterator[Layer]:
         for layer in self.layers:
@@ -282,13 +342,23 @@ class Drafter(nn.Module):
 
         `taps_ST` [S, T·H] and the block embeddings `x_QH` [Q, H] share the dtype the matrix work runs in.
         """
+        run = self._compiled or PLAIN
         cfg = self.config
-        ctx_SH = self.context(taps_ST)
+        ctx_SH = run.context(self, taps_ST)
         ctx_rope = rotary(ctx_positions_S, cfg.head_dim, cfg.rope_theta)
         block_rope = rotary(block_positions_Q, cfg.head_dim, cfg.rope_theta)
         for layer in self.stack():
-            x_QH = layer(x_QH, ctx_SH, block_rope, ctx_rope, attend)
-        return self.norm(x_QH)
+            x_QH = self.run_layer(layer, x_QH, ctx_SH, block_rope, ctx_rope, attend)
+        return run.norm(self.norm, x_QH)
+
+    def run_layer(self, layer: Layer, x_QH: Tensor, ctx_SH: Tensor, *rest: Any) -> Tensor:
+        """`Layer.forward` of one of the layers, compiled and checkpointed as this drafter is set."""
+        run = (self._compiled or PLAIN).layer
+        if not (self.checkpoint_layers and torch.is_grad_enabled()):
+            return run(layer, x_QH, ctx_SH, *rest)
+        out = checkpoint(run, layer, x_QH, ctx_SH, *rest, use_reentrant=False, preserve_rng_state=False)
+        assert isinstance(out, Tensor)
+        return out
 
     def new_context(self, max_tokens: int) -> ContextCache:
         cfg, like = self.config, self.fc.weight
@@ -335,6 +405,18 @@ class Drafter(nn.Module):
             x_BH = x_BH + layer.self_attn.merge(out)
             x_BH = x_BH + layer.mlp(layer.post_attention_layernorm(x_BH))
         return self.norm(x_BH)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """The three pieces of the forward pass, compiled or plain."""
+
+    context: Callable[[Drafter, Tensor], Tensor]
+    layer: Callable[..., Tensor]
+    norm: Callable[[RMSNorm, Tensor], Tensor]
+
+
+PLAIN = _Compiled(Drafter.context, Layer.forward, RMSNorm.forward)
 
 
 def decode_mask(

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.config import UserError
 
-Isolation = Literal["packed", "unpacked"]
+Isolation = Literal["packed", "unpacked", "fused"]
 Fact = Callable[[dict[str, Any]], float]  # of the text model's config, as a dict
 
 
@@ -31,12 +31,29 @@ def _root_of_width(config: dict[str, Any]) -> float:
 
 
 @dataclass(frozen=True)
+class TrunkFacts:
+    """How decoder layers of a family differ in what the fused pass (trunk.py) takes over from them."""
+
+    norm_offset: float = 0.0
+    """Added to the weight of a norm (1 in families that store weights around zero); gated norms have none."""
+    head_norm: bool = False
+    """Whether queries and keys are normed by head."""
+    query_gate: bool = False
+    """Whether q_proj makes a gate of attention's output behind each head's query."""
+    position_axes: int = 1
+    """How often the rotary embedding takes each position: 3 where images have rows and columns."""
+
+
+@dataclass(frozen=True)
 class Family:
     """Facts of one `model_type` (that of the text model, where a wrapper has several)."""
 
     isolation: Isolation = "unpacked"
     """packed: one pass under a block-diagonal causal mask, only where a test proves it; unpacked: batches
-    of documents, right for every causal model, and what a CPU always does because it is faster there."""
+    of documents, right for every causal model, and what a CPU always does because it is faster there. Both
+    run the stock layers; a target with `trunk` facts may read rows fused instead."""
+    trunk: TrunkFacts | None = None
+    """What the fused pass must know; None where it does not know the family."""
     masks_by_layer_type: bool = False
     """Whether the decoder takes a dict of masks (full and sliding layers) in place of one mask."""
     embedding_scale: Fact = _one
@@ -50,10 +67,13 @@ class Family:
 # A family that is not here is read as `Family()`: unpacked is right for every causal model, and the start-up
 # self-check refuses it should its embeddings or logits be scaled.
 TABLE: dict[str, Family] = {
-    "llama": Family("packed", mask_token_id=128002),
-    "qwen3": Family("packed", masks_by_layer_type=True, mask_token_id=151669),
+    "llama": Family("packed", TrunkFacts(), mask_token_id=128002),
+    "qwen3": Family("packed", TrunkFacts(head_norm=True), masks_by_layer_type=True, mask_token_id=151669),
     "qwen3_moe": Family(mask_token_id=151669),
-    "qwen3_5_text": Family(mask_token_id=248070),  # hybrid: linear attention ignores a mask
+    "qwen3_5_text": Family(  # hybrid: linear attention ignores a mask, so stock layers run it unpacked
+        trunk=TrunkFacts(norm_offset=1.0, head_norm=True, query_gate=True, position_axes=3),
+        mask_token_id=248070,
+    ),
     "qwen3_5_moe_text": Family(mask_token_id=248070),
     "gpt_oss": Family(mask_token_id=200000),
     "gemma": Family(embedding_scale=_root_of_width),

@@ -5,6 +5,9 @@ wrong, frozen, and read: `taps` gives the outputs of chosen layers for a packed 
 cached pass of decoding. What families differ in is in families.py, the start-up proof that all of it is
 right in selfcheck.py, rolling a cache back in decoding/.
 
+A row is read in one of three ways (`Target.isolation`): fused by trunk.py, or by the stock layers packed
+under a mask or unpacked, document by document. Decoding always runs the stock layers.
+
 Shapes: S tokens of a packed row · n tokens of a decoding pass · B documents padded to L in a sub-batch · T
 taps · H hidden size · V vocabulary (rows of the embedding).
 """
@@ -15,7 +18,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +29,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from slipstream.config import UserError
 from slipstream.data.pack import Row
 from slipstream.models.families import Isolation, family_of
+from slipstream.models.fp8 import fp8_blocks, load_fp8_checkpoint
+from slipstream.models.trunk import Trunk, why_not_fused
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Span = tuple[int, int]
+Pass = Literal["auto", "fused", "stock"]
 
 # Documents share an unpacked sub-batch while its padding stays below this share of it. On a CPU, where 25 %
 # cost a tenth of the speed, 10 % cost nothing measurable against no padding at all and need 40 % fewer
@@ -102,11 +108,19 @@ class _LastTapReached(Exception):
 class Target:
     """A frozen causal LM read through its layers' outputs. One per process and model; one thread uses it.
 
+    `pass_` chooses how rows are read: "auto" fused on a GPU where the model allows, "fused" and "stock" as
+    they say; `fp8` reads them fused with matrix products in FP8. Raises `UserError` where that is impossible.
     The hooks are installed once and do nothing but during a pass of this class, so that `model` can be used
     beside it.
     """
 
-    def __init__(self, model: PreTrainedModel, target_layer_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        target_layer_ids: tuple[int, ...],
+        pass_: Pass = "auto",
+        fp8: bool = False,
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.decoder: nn.Module = model.get_decoder()
         self.config: PreTrainedConfig = model.config.get_text_config()
@@ -135,6 +149,10 @@ class Target:
         # A mask over a whole row is dear without a fused kernel: on a CPU core (135 M parameters, ten
         # documents in a row of 2048) documents apart read 2.5 (bf16), 1.5 (fp32) times as fast as packed.
         self.isolation: Isolation = "unpacked" if self.device.type == "cpu" else self.family.isolation
+        self.trunk: Trunk | None = None
+        self.why_stock: str | None = None
+        """Why rows are not read fused on a GPU though nobody asked for the stock pass."""
+        self._choose_pass(facts, pass_, fp8)
         # transformers renamed `past_key_values` to `cache` between 5.17 and 5.24, model by model.
         named = inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in named else "past_key_values"
@@ -142,6 +160,23 @@ class Target:
         self._stop = False
         for i in target_layer_ids:
             self.layers[i].register_forward_hook(self._tap_hook(i == target_layer_ids[-1]))
+
+    def _choose_pass(self, facts: dict[str, Any], pass_: Pass, fp8: bool) -> None:
+        if pass_ == "stock" and fp8:
+            raise UserError("--target-fp8: stock layers have no FP8 products: leave out --target-pass stock")
+        wanted = pass_ == "fused" or fp8
+        if pass_ == "stock" or not (wanted or self.device.type == "cuda"):
+            return
+        why = why_not_fused(self.family.trunk, facts, self.decoder, self.device, self.dtype, fp8)
+        if why is not None:
+            if wanted:
+                setting = "--target-fp8" if fp8 else "--target-pass fused"
+                raise UserError(f"{setting}: the fused pass cannot read this target: {why}")
+            self.why_stock = why
+            return
+        assert self.family.trunk is not None
+        self.trunk = Trunk(self.decoder, self.layers, self.family.trunk, facts, self.target_layer_ids, fp8)
+        self.isolation = "fused"
 
     def _tap_hook(self, last: bool) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -160,6 +195,9 @@ class Target:
         [S, T·H] in the target's dtype on its device, taps side by side in ascending order, zeros at
         padding. The pass ends at the last tap: no later layer, no final norm, no logits.
         """
+        if self.isolation == "fused":
+            assert self.trunk is not None
+            return self.trunk.taps(row)
         taps_SC = torch.zeros(
             len(row.input_ids),
             len(self.target_layer_ids) * self.hidden_size,
@@ -313,13 +351,51 @@ def check_vocab(target: Target, max_token_id: int) -> None:
 
 
 def load_target(
-    path: str, target_layer_ids: tuple[int, ...] | None, taps: int, device: torch.device, dtype: torch.dtype
+    path: str,
+    target_layer_ids: tuple[int, ...] | None,
+    taps: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    pass_: Pass = "auto",
+    fp8: bool = False,
 ) -> Target:
     """Loads a causal LM from a folder (or hub name), frozen, on `device` in `dtype`.
 
-    `target_layer_ids` None spreads `taps` of them. Raises `UserError` for a missing or broken folder, a
-    model that is no causal LM, weights that are missing from the files, and taps out of range.
+    `target_layer_ids` None spreads `taps` of them; `pass_` and `fp8` as `Target` takes them. Raises
+    `UserError` for a missing or broken folder, a model that is no causal LM, weights that are missing from
+    the files, taps out of range, and a pass that cannot read this model.
     """
+    config, target_layer_ids = target_config(path, target_layer_ids, taps)
+    # A mask of our own is only read by these two implementations; SDPA is the faster.
+    packed = family_of(config.get_text_config().model_type).isolation == "packed"
+    attention = "sdpa" if packed else None
+    block = fp8_blocks(config, path)
+    try:
+        loaded: Any = (
+            AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation=attention, output_loading_info=True
+            )
+            if block is None
+            else load_fp8_checkpoint(path, config, block, dtype, attention)
+        )
+        model, report = loaded  # its annotation leaves the report out
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as e:
+        raise UserError(f"{path}: cannot load this target: {one_line(e)}") from e
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{path}: {len(missing)} weights are not in the files ({missing[0]}, …) and would be random: "
+            "name a complete causal language model"
+        )
+    return Target(model.to(device), target_layer_ids, pass_, fp8)
+
+
+def target_config(
+    path: str, target_layer_ids: tuple[int, ...] | None, taps: int
+) -> tuple[PreTrainedConfig, tuple[int, ...]]:
+    """A target's configuration and the layers to read; errors as of `load_target`."""
     config = _load_config(path)
     text = config.get_text_config()
     if "num_hidden_layers" not in text.to_dict():
@@ -329,22 +405,7 @@ def load_target(
     if target_layer_ids is None:
         target_layer_ids = default_target_layer_ids(text.num_hidden_layers, taps)
     check_target_layer_ids(target_layer_ids, text.num_hidden_layers)
-    # A mask of our own is only read by these two implementations; SDPA is the faster.
-    attention = "sdpa" if family_of(text.model_type).isolation == "packed" else None
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, output_loading_info=True
-        )
-        model, report = loaded  # its annotation leaves the report out
-    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-        raise UserError(f"{path}: cannot load this target: {_one_line(e)}") from e
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UserError(
-            f"{path}: {len(missing)} weights are not in the files ({missing[0]}, …) and would be random: "
-            "name a complete causal language model"
-        )
-    return Target(model.to(device), tuple(target_layer_ids))
+    return config, tuple(target_layer_ids)
 
 
 def _load_config(path: str) -> PreTrainedConfig:
@@ -358,9 +419,9 @@ def _load_config(path: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
-        raise UserError(f"{path}: cannot read this target's configuration: {_one_line(e)}") from e
+        raise UserError(f"{path}: cannot read this target's configuration: {one_line(e)}") from e
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:297] + "…"

@@ -9,13 +9,15 @@ never a slow success.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from slipstream.config import UserError
@@ -44,9 +46,11 @@ def choose_attention(asked: str, device: torch.device, compiled: bool = True) ->
 
 
 def make_attend(kind: str, blocks: Blocks, config: DrafterConfig) -> Attend:
-    """The attention function of one row's blocks, for `Drafter.forward`."""
+    """The attention function of one row's blocks, for `Drafter.forward`; `flex` wants compiled layers, which
+    take it into their graph.
+    """
     if kind == "flex":
-        return flex_attend(blocks, config, compiled_flex_attention())
+        return flex_attend(blocks, config, fused_only)
     if kind == "documents":
         return documents_attend(blocks, config)
     assert kind == "dense", kind
@@ -152,6 +156,21 @@ def fused_only(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, enable_gq
     out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)
     assert isinstance(out, Tensor)
     return out
+
+
+@contextlib.contextmanager
+def loud_fallbacks() -> Iterator[None]:
+    """Turns torch's end of patience with ever new shapes into one line. Without `fullgraph` it would go on
+    uncompiled, and attention would run dense.
+    """
+    try:
+        yield
+    except FailOnRecompileLimitHit as e:
+        raise UserError(
+            "attention: torch compiled its limit of shapes and would go on uncompiled, where attention runs "
+            "dense: keep --token-budget, --max-anchors and --block-size fixed in a process "
+            f"({' '.join(str(e).split())[:160]})"
+        ) from None
 
 
 @functools.cache

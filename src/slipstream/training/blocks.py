@@ -70,7 +70,13 @@ class Blocks:
     """Supervised tokens of the row that at least one block labels: the row's coverage."""
 
     def to(self, device: torch.device) -> Blocks:
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        """On `device`; to a GPU through pinned memory, so that the host does not wait for its queue."""
+        pinned = device.type == "cuda"
+        moved = {
+            k: (v.pin_memory() if pinned else v).to(device, non_blocking=True)
+            for k, v in vars(self).items()
+            if isinstance(v, Tensor)
+        }
         return Blocks(**{**vars(self), **moved})
 
 

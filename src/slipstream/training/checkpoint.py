@@ -131,7 +131,7 @@ def load_checkpoint(
     moments = load_file(checkpoint / "optimizer.safetensors")
     for name, parameter in drafter.named_parameters():
         optimizer.state[parameter] = {
-            "step": moments["step"].clone(),
+            "step": moments["step"].clone().to(parameter.device),
             "exp_avg": moments[f"exp_avg.{name}"].to(parameter.device),
             "exp_avg_sq": moments[f"exp_avg_sq.{name}"].to(parameter.device),
         }

@@ -10,21 +10,13 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from slipstream.config import TrainConfig, UserError
-from slipstream.data.pack import Row
-from slipstream.distributed.link import TapLink
-from slipstream.models.selfcheck import tap_health
-from slipstream.training.attention import make_attend
-from slipstream.training.blocks import Blocks, add_noise, draw_anchors, make_blocks
+from slipstream.config import UserError
 from slipstream.training.checkpoint import (
     Position,
     clear_leftovers,
@@ -32,9 +24,11 @@ from slipstream.training.checkpoint import (
     newest_checkpoint,
     save_checkpoint,
 )
-from slipstream.training.loss import BlockLoss, block_loss
+from slipstream.training.flops import mfu
 from slipstream.training.metrics import Display, MetricsFile, SlotMeter, Stillness
 from slipstream.training.run import Run
+from slipstream.training.step import make_optimizer, row_loss, update
+from slipstream.training.warmup import graphs_compiled, warm_up
 
 VALIDATION_SEED = 7_777_777
 """Anchors of the validation: fixed, so that two evaluations differ only by the weights."""
@@ -55,10 +49,7 @@ def train(run: Run, display: Display) -> Trained:
     checkpoint it leaves.
     """
     config, drafter, device = run.config, run.drafter, run.device
-    parameters = list(drafter.parameters())
-    optimizer = torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, eps=1e-8, weight_decay=config.weight_decay, foreach=True
-    )
+    optimizer = make_optimizer(drafter, config, device)
     position = resume(run, optimizer, display)
     metrics = MetricsFile(run.folder / "metrics.jsonl", position.step)
     meter = SlotMeter(config.block_size, device)
@@ -67,10 +58,9 @@ def train(run: Run, display: Display) -> Trained:
     first_bad = torch.full((), -1, device=device)
     first_step = saved_step = position.step
     validated_step = metrics.last_step("validation")
-    if device.type == "cuda":
-        compile_kernels(run, display)
+    warm = warm_up(run, optimizer, display) if device.type == "cuda" else None
     began = time.monotonic() - position.seconds  # as if the run had never paused
-    tokens, window_began = 0, position.seconds
+    tokens, useful, window_began = 0, 0, position.seconds
 
     display.start("train", 100, int(100 * progress(position, run)), percent=True)
     with StopSignal() as stop:
@@ -80,16 +70,19 @@ def train(run: Run, display: Display) -> Trained:
             weight = torch.zeros((), device=device)
             learning_rate = config.lr * schedule(progress(position, run), config.warmup)
             check_taps = device.type == "cpu" or step % config.log_interval == 0
-            for epoch, index in run.plan.step_rows(step):
+            for epoch, index, draw in run.plan.step_rows(step):
                 row = run.rows.row(index)
-                key = (config.seed, epoch, 0)
+                key = (config.seed, epoch, draw)
                 loss, blocks = row_loss(run, row, run.taps, key, config.noise, check_taps)
                 loss.total.backward()
                 weight += loss.weight
                 meter.add(loss, blocks, int(row.supervised.sum()))
                 position = replace(position, labels=position.labels + blocks.labels)
-                tokens += int((row.documents >= 0).sum())
-            norm = update(parameters, optimizer, weight, config, learning_rate)
+                used = int((row.documents >= 0).sum())
+                tokens += used
+                useful += run.flops.drafter(used, blocks.count, blocks.labels)
+                useful += run.flops.target(used) if draw == 0 else 0
+            norm = update(drafter, optimizer, weight, config.clip, learning_rate)
             first_bad = torch.where((first_bad < 0) & ~norm.isfinite(), step, first_bad)
             position = replace(position, step=step + 1, seconds=time.monotonic() - began)
 
@@ -101,8 +94,12 @@ def train(run: Run, display: Display) -> Trained:
                 refuse_non_finite(run, int(first_bad))
             if log:
                 facts = meter.read() | {"lr": learning_rate, "grad_norm": float(norm)}
-                facts["tokens_per_second"] = tokens / (time.monotonic() - began - window_began)
-                tokens, window_began = 0, time.monotonic() - began
+                took = time.monotonic() - began - window_began
+                facts["tokens_per_second"] = tokens / took
+                if warm is not None:
+                    facts["mfu"] = mfu(useful, took, warm.ceiling)
+                    facts["recompiled"] = graphs_compiled() - warm.graphs
+                tokens, useful, window_began = 0, 0, time.monotonic() - began
                 metrics.write("train", position.step, **facts, **memory(device))
                 display.advance(share, describe_step(position.step, facts), line=True)
                 alarm_still(stillness, position.step - first_step, position.step, metrics, display)
@@ -136,76 +133,6 @@ def resume(run: Run, optimizer: torch.optim.Optimizer, display: Display) -> Posi
     passed_over = f"; passed over, incomplete: {', '.join(damaged)}" if damaged else ""
     display.say(f"resume: {newest} (step {position.step}){passed_over}")
     return position
-
-
-def compile_kernels(run: Run, display: Display) -> None:
-    """One row forward and backward, thrown away: compilation is announced and kept out of the run's clock."""
-    display.say("compile: the first row compiles its kernels, up to a few minutes without a cache")
-    began = time.monotonic()
-    loss, _ = row_loss(run, run.rows.row(0), run.taps, (run.config.seed, 0, 0), run.config.noise)
-    loss.total.backward()
-    run.drafter.zero_grad(set_to_none=True)
-    torch.cuda.synchronize(run.device)
-    display.say(f"compile: {time.monotonic() - began:.0f} s")
-
-
-def row_loss(
-    run: Run, row: Row, link: TapLink, key: tuple[int, int, int], noise: float, check_taps: bool = True
-) -> tuple[BlockLoss, Blocks]:
-    """Taps, blocks and loss of one packed row; `key` is (seed, epoch, draw) and fixes anchors and noise.
-    `check_taps` reads the device: on a GPU not in every step.
-    """
-    config, drafter = run.config, run.drafter
-    anchors = draw_anchors(row, config.max_anchors, key)
-    blocks = make_blocks(row, anchors, config.max_anchors, config.block_size, drafter.config.mask_token_id)
-    blocks = blocks.to(run.device)
-    taps_ST = link(row).to(run.dtype)
-    used, layers = row.spans()[-1][1], len(run.target.target_layer_ids)
-    if check_taps and (trouble := tap_health(taps_ST[:used], layers)):
-        raise UserError(
-            f"row {row.row_id}: the target's features are {trouble}: training on them teaches nothing"
-        )
-    if noise:
-        taps_ST = add_noise(taps_ST, config.noise_kind, noise, row, key)
-    hidden_QH = drafter(
-        taps_ST,
-        blocks.context_positions_S,
-        embed(run, blocks.input_ids_NB.flatten()),
-        blocks.positions_NB.flatten(),
-        make_attend(run.attention, blocks, drafter.config),
-    )
-    return block_loss(hidden_QH, blocks, run.target.head, run.slot_weights), blocks
-
-
-def embed(run: Run, ids: Tensor) -> Tensor:
-    """Raw rows of the target's frozen embedding times the drafter's explicit scale, in the run's dtype."""
-    return F.embedding(ids, run.target.embedding_VH).to(run.dtype) * run.drafter.config.input_embedding_scale
-
-
-def update(
-    parameters: Sequence[Tensor],
-    optimizer: torch.optim.Optimizer,
-    weight: Tensor,
-    config: TrainConfig,
-    lr: float,
-) -> Tensor:
-    """Divide the summed gradients by the summed weight, clip by the global norm, step; the norm before
-    clipping.
-
-    Rows without a valid slot add nothing to either sum; a step of only such rows leaves gradients of zero.
-    """
-    grads = []
-    for p in parameters:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        grads.append(p.grad)
-    torch._foreach_div_(grads, weight.clamp(min=torch.finfo(torch.float32).tiny))  # pyright: ignore
-    norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip, foreach=True)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
 
 
 @torch.no_grad()
@@ -254,7 +181,7 @@ def refuse_non_finite(run: Run, step: int) -> None:
     """
     if step < 0:
         return
-    rows = ", ".join(f"row {i} (documents {run.rows.documents(i)})" for _, i in run.plan.step_rows(step))
+    rows = ", ".join(f"row {i} (documents {run.rows.documents(i)})" for _, i, _ in run.plan.step_rows(step))
     raise UserError(
         f"step {step + 1}: the gradient is not finite: look at {rows}; a lower --lr or --clip may help; "
         "the last checkpoint is from before this step"
@@ -277,6 +204,12 @@ def describe_step(step: int, facts: dict[str, Any]) -> str:
     return (
         f"step {step}  loss {facts['loss']:.4f}  τ {facts['tau']:.3f}  lr {facts['lr']:.1e}  "
         f"{facts['tokens_per_second']:,.0f} tok/s"
+        + (f"  MFU {facts['mfu']:.0%}" if "mfu" in facts else "")
+        + (
+            f"  {facts['recompiled']} RECOMPILED: see TORCH_LOGS=recompiles"
+            if facts.get("recompiled")
+            else ""
+        )
     )
 
 

@@ -9,6 +9,7 @@ Shapes: N blocks · B block size · M slots of a chunk · H hidden size · V voc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,11 @@ from slipstream.models.target import Head
 from slipstream.training.blocks import Blocks, dpace_weights
 
 LOGITS_BYTES = 256 * 2**20
-"""fp32 logits that exist at a time: large enough for full matrix products, small beside everything else."""
+"""fp32 logits that exist at a time on a CPU: large enough for full products, small beside everything else."""
+CHUNK_TILES = 13
+"""Rows of a chunk on a GPU, in tiles of 128. Measured at V = 248320, H = 5120: 13 × (5120/256) tiles of the
+second product fill 132 multiprocessors almost exactly twice.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,19 @@ class BlockLoss:
     """[N, B−1] bool: the most likely token is the label; False at invalid slots."""
 
 
-def block_loss(hidden_QH: Tensor, blocks: Blocks, head: Head, weights: SlotWeights) -> BlockLoss:
+def block_loss(
+    hidden_QH: Tensor, blocks: Blocks, head: Head, weights: SlotWeights, compiled: bool = False
+) -> BlockLoss:
     """Weighted CE of normed hidden states [N·B, H] under the target's frozen head; slot 0 is not
-    projected.
+    projected. `compiled`: one Triton kernel for what lies between the two products.
     """
     hidden = hidden_QH.unflatten(0, (-1, blocks.block_size))[:, 1:]
-    outs = _HeadLoss.apply(hidden, blocks.labels_NB[:, 1:], blocks.valid_NB[:, 1:], head, weights)
+    labels, valid = blocks.labels_NB[:, 1:], blocks.valid_NB[:, 1:]
+    if compiled:
+        from slipstream.training.loss_kernel import ce_and_slope_kernel as slopes
+    else:
+        slopes = ce_and_slope
+    outs = _HeadLoss.apply(hidden, labels, valid, head, weights, slopes)
     return BlockLoss(*outs)  # type: ignore[misc]
 
 
@@ -72,10 +84,16 @@ def compacts(device: torch.device) -> bool:
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, labels: Tensor, valid: Tensor, head: Head, weights: SlotWeights
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        valid: Tensor,
+        head: Head,
+        weights: SlotWeights,
+        slopes: Slopes,
     ) -> tuple[Tensor, ...]:
         blocks, slots = labels.shape
-        step = max(1, LOGITS_BYTES // (4 * head.weight_VH.shape[0] * slots))
+        step = blocks_of_chunk(slots, head.weight_VH)
         ce = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(valid)
         grad = torch.zeros_like(hidden)
@@ -86,7 +104,7 @@ class _HeadLoss(torch.autograd.Function):
             seen = valid[chunk]
             rows = seen.flatten().nonzero().flatten() if compact else slice(None)
             h = hidden[chunk].flatten(0, 1)[rows].to(head.weight_VH.dtype)
-            chunk_ce, chunk_correct, d_h = _head_ce(h, labels[chunk].flatten()[rows], head)
+            chunk_ce, chunk_correct, d_h = _head_ce(h, labels[chunk].flatten()[rows], head, slopes)
             ce[chunk].view(-1)[rows] = chunk_ce
             correct[chunk].view(-1)[rows] = chunk_correct
             ce[chunk] *= seen
@@ -94,9 +112,7 @@ class _HeadLoss(torch.autograd.Function):
             w, share = weights.weigh(ce[chunk], seen)
             total += (w * ce[chunk]).sum()
             weight += share
-            d = torch.zeros(seen.numel(), hidden.shape[-1], dtype=torch.float32, device=hidden.device)
-            d[rows] = d_h
-            grad[chunk] = (d * w.flatten()[:, None]).view(grad[chunk].shape).to(grad.dtype)
+            grad[chunk].view(-1, hidden.shape[-1])[rows] = (d_h * w.flatten()[rows, None]).to(grad.dtype)
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(weight, ce, correct)
         return total, weight, ce, correct
@@ -104,21 +120,39 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return grad * d_total.to(grad.dtype), None, None, None, None
+        return grad * d_total.to(grad.dtype), None, None, None, None, None
 
 
-def _head_ce(h_MH: Tensor, labels_M: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor]:
-    """CE [M], whether the most likely token is the label [M], and dCE/dh [M, H] in fp32, of one chunk."""
+def blocks_of_chunk(slots: int, weight_VH: Tensor) -> int:
+    rows = 128 * CHUNK_TILES if weight_VH.is_cuda else LOGITS_BYTES // (4 * weight_VH.shape[0])
+    return max(1, rows // slots)
+
+
+def _head_ce(h_MH: Tensor, labels_M: Tensor, head: Head, slopes: Slopes) -> tuple[Tensor, Tensor, Tensor]:
+    """CE [M], whether the most likely token is the label [M], and dCE/dh [M, H], of one chunk."""
     raw = h_MH @ head.weight_VH.T if head.bias_V is None else torch.addmm(head.bias_V, h_MH, head.weight_VH.T)
-    logits = head.scale(raw)
+    ce, correct = slopes(raw, labels_M, head)
+    return ce, correct, raw @ head.weight_VH
+
+
+Slopes = Callable[[Tensor, Tensor, Head], tuple[Tensor, Tensor]]
+
+
+def ce_and_slope(raw_MV: Tensor, labels_M: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """CE [M] in fp32 and whether the most likely token is the label [M], of the head's products; `raw_MV`
+    becomes dCE/d raw in place, so that logits and their slopes are one buffer.
+    """
+    logits = head.scale(raw_MV)
     top, best = logits.max(dim=-1)
     p = torch.softmax(logits, dim=-1, dtype=torch.float32)
     at = labels_M[:, None]
     # log-sum-exp from the likeliest token, whose probability is at least 1/V: exact where p[label] underflows
     lse = top.float() - p.gather(1, best[:, None]).squeeze(1).log()
     ce = lse - logits.gather(1, at).squeeze(1).float()
-    p.scatter_add_(1, at, p.new_full((1, 1), -1.0).expand(len(labels_M), 1))
-    d_raw = p * head.multiplier if head.multiplier != 1.0 else p
+    slope = p - (torch.arange(p.shape[1], device=p.device) == at).float()
+    if head.multiplier != 1.0:
+        slope = slope * head.multiplier
     if head.softcap is not None:
-        d_raw = d_raw * (1 - (logits.float() / head.softcap) ** 2)
-    return ce, best == labels_M, (d_raw.to(h_MH.dtype) @ head.weight_VH).float()
+        slope = slope * (1 - (logits.float() / head.softcap) ** 2)
+    raw_MV.copy_(slope)
+    return ce, best == labels_M

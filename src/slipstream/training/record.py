@@ -11,7 +11,6 @@ from slipstream.data.shards import open_dataset
 from slipstream.data.tokenizer import load_tokenizer
 from slipstream.distributed.link import TapCache, TapFacts, check_disk
 from slipstream.models.selfcheck import tap_health
-from slipstream.models.target import load_target
 from slipstream.training.metrics import Display
 from slipstream.training.run import describe_rows
 from slipstream.training.setup import (
@@ -22,6 +21,7 @@ from slipstream.training.setup import (
     choose_dtype,
     heldout_rows,
     open_rows,
+    open_target,
     tap_facts,
 )
 
@@ -33,9 +33,7 @@ def record_taps(config: CacheConfig, display: Display) -> TapFacts:
     heldout_data = open_dataset(config.data_dir, "heldout")
     heldout = heldout_rows(heldout_data, config.token_budget, config.on_long, config.heldout_rows)
     display.say(describe_rows(rows, "data"))
-    target = load_target(
-        config.target_model, config.target_layer_ids, config.taps, device, choose_dtype(config.dtype, device)
-    )
+    target = open_target(config, device, choose_dtype(config.dtype, device), display)
     check_ids(target, load_tokenizer(config.target_model), rows.dataset, heldout_data)
     facts = add_heldout(tap_facts(target, rows, config.token_budget), heldout)
     splits = {"train": rows} | ({} if heldout is None else {"heldout": heldout})

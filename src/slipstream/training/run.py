@@ -26,12 +26,13 @@ from slipstream.distributed.placement import Plan
 from slipstream.models.drafter import Drafter
 from slipstream.models.target import Target
 from slipstream.training.checkpoint import newest_checkpoint, read_position, verify_checkpoint
+from slipstream.training.flops import RowFlops
 from slipstream.training.loss import SlotWeights
 
 WATCHING = {
     "log_interval", "save_interval", "keep_checkpoints", "eval_interval", "eval_rows", "decode_prompts",
     "decode_tokens", "plan", "output_dir", "taps_dir", "target_model", "data_dir", "dp_pairs",
-    "device", "dtype", "attention", "compile",
+    "device", "dtype", "attention", "compile", "activation_checkpointing",
 }  # fmt: skip
 """Settings that change nothing in the losses, or only through what the fingerprint holds: the contents behind
 paths, and the device, dtype and attention that were chosen.
@@ -82,6 +83,9 @@ class Run:
     plan: Plan
     steps: int
     attention: str
+    compiled: bool
+    """Whether layers and loss run compiled: on a GPU, unless asked not to."""
+    flops: RowFlops
     slot_weights: SlotWeights
     facts: TapFacts
     """What the taps of the training rows belong to."""
@@ -219,15 +223,16 @@ def describe_drafter(drafter: Drafter, target: Target, mask_source: str) -> str:
     )
 
 
-def describe_plan(run: Run) -> str:
+def describe_plan(
+    config: TrainConfig, rows: int, steps: int, device: torch.device, dtype: torch.dtype, attention: str
+) -> str:
     """Placement, rows and steps in one paragraph, for `--plan` and the start of a run."""
-    config = run.config
-    epochs = run.steps * config.accumulation / run.rows.count
+    epochs = steps * config.accumulation / (config.anchor_draws * rows)
     bound = "" if config.max_minutes is None else f", at most {config.max_minutes:g} minutes"
     return (
-        f"plan: target and drafter on {device_name(run.device)}, "
-        f"{str(run.dtype).removeprefix('torch.')} matrix work, "
-        f"{run.attention} attention, taps {'from ' + config.taps_dir if config.taps_dir else 'online'}; "
-        f"{run.steps} steps of {config.accumulation} × {config.token_budget} tokens with at most "
-        f"{config.max_anchors} anchors a row ({epochs:.2f} epochs of {run.rows.count} rows){bound}"
+        f"plan: target and drafter on {device_name(device)}, "
+        f"{str(dtype).removeprefix('torch.')} matrix work, "
+        f"{attention} attention, taps {'from ' + config.taps_dir if config.taps_dir else 'online'}; "
+        f"{steps} steps of {config.accumulation} × {config.token_budget} tokens with at most "
+        f"{config.max_anchors} anchors a row ({epochs:.2f} epochs of {rows} rows){bound}"
     )

@@ -11,18 +11,27 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from slipstream.config import TrainConfig, UserError, default_gamma
+from slipstream.config import CacheConfig, TrainConfig, UserError, default_gamma
 from slipstream.data.pack import OnLong, pack_rows
 from slipstream.data.shards import Split, TokenDataset, check_tokenizer, open_dataset
 from slipstream.data.tokenizer import load_tokenizer, stop_ids
-from slipstream.distributed.link import TapCache, TapFacts, online_taps, target_fingerprint
+from slipstream.distributed.link import TapCache, TapFacts, holding, online_taps, target_fingerprint
 from slipstream.distributed.placement import Plan
-from slipstream.models.drafter import Drafter, DrafterConfig, default_heads, default_intermediate
+from slipstream.models.drafter import (
+    FULL,
+    SLIDING,
+    Drafter,
+    DrafterConfig,
+    default_heads,
+    default_intermediate,
+)
 from slipstream.models.families import choose_mask_token
 from slipstream.models.selfcheck import MIN_SAMPLE_TOKENS, self_check
 from slipstream.models.target import Target, check_vocab, load_target
+from slipstream.system.kernels import prepare_kernels
 from slipstream.training.attention import choose_attention
 from slipstream.training.blocks import anchor_candidates, decay_weights
+from slipstream.training.flops import row_flops, target_layers
 from slipstream.training.loss import SlotWeights
 from slipstream.training.metrics import Display
 from slipstream.training.run import (
@@ -66,6 +75,29 @@ def pack_dataset(dataset: TokenDataset, token_budget: int, on_long: OnLong, limi
     return Rows(dataset, packing, count)
 
 
+def open_target(
+    config: TrainConfig | CacheConfig, device: torch.device, dtype: torch.dtype, display: Display
+) -> Target:
+    """The target as the settings want it read; on a GPU with the kernel caches swept and the autotuner
+    guarded.
+    """
+    if device.type == "cuda":
+        for line in prepare_kernels():
+            display.say(line)
+    target = load_target(
+        config.target_model,
+        config.target_layer_ids,
+        config.taps,
+        device,
+        dtype,
+        config.target_pass,
+        config.target_fp8,
+    )
+    if target.why_stock is not None:
+        display.say(f"target: read by its stock layers, {target.isolation}: {target.why_stock}")
+    return target
+
+
 def drafter_config(config: TrainConfig, target: Target, mask_token_id: int) -> DrafterConfig:
     """The drafter's own geometry: from the settings and its defaults; hidden size and vocabulary from the
     target.
@@ -74,6 +106,12 @@ def drafter_config(config: TrainConfig, target: Target, mask_token_id: int) -> D
     if config.heads is not None:
         heads = config.heads
         kv_heads = max(d for d in range(1, kv_heads + 1) if heads % d == 0)
+    if config.full_layers and (config.sliding_window is None or config.full_layers > config.layers):
+        raise UserError(
+            f"--full-layers {config.full_layers}: they are those of {config.layers} layers that a "
+            "--sliding-window leaves out: give one, and at most as many"
+        )
+    sliding = 0 if config.sliding_window is None else config.layers - config.full_layers
     return DrafterConfig(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
@@ -86,7 +124,8 @@ def drafter_config(config: TrainConfig, target: Target, mask_token_id: int) -> D
         mask_token_id=mask_token_id,
         target_layer_ids=target.target_layer_ids,
         num_target_layers=target.num_layers,
-        rope_theta=target.rope_theta,
+        rope_theta=config.rope_theta or target.rope_theta,
+        layer_types=(SLIDING,) * sliding + (FULL,) * (config.layers - sliding),
         sliding_window=config.sliding_window,
         input_embedding_scale=target.input_embedding_scale,
         max_position_embeddings=target.config.max_position_embeddings,
@@ -135,11 +174,12 @@ def check_anchors(rows: Rows, config: TrainConfig) -> None:
 
 def tap_facts(target: Target, rows: Rows, token_budget: int) -> TapFacts:
     """What the taps of the training rows belong to; `add_heldout` adds the validation's."""
+    fp8 = target.trunk is not None and target.trunk.fp8
     return TapFacts(
         target=target_fingerprint(target),
         target_layer_ids=target.target_layer_ids,
         width=len(target.target_layer_ids) * target.hidden_size,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=str(target.dtype).removeprefix("torch.") + (", FP8 products" if fp8 else ""),
         token_budget=token_budget,
         packing=rows.packing.fingerprint + rows.dataset.fingerprint,
         heldout_packing="",
@@ -162,16 +202,21 @@ def heldout_rows(heldout: TokenDataset, token_budget: int, on_long: OnLong, limi
     return pack_dataset(heldout, token_budget, on_long, limit)
 
 
-def open_run(config: TrainConfig, display: Display) -> Run:
-    """All of a run, checked: user errors come from here, before the first step and before anything is
-    written.
-    """
+def check_settings(config: TrainConfig) -> None:
+    """What can be refused before anything is read."""
     if config.dp_pairs > 0:
         raise UserError(
             f"--dp-pairs {config.dp_pairs}: split placement over several GPUs is not there yet: "
             "leave it out (or 0) to train on one device"
         )
     check_run_folder(config)
+
+
+def open_run(config: TrainConfig, display: Display) -> Run:
+    """All of a run, checked: user errors come from here, before the first step and before anything is
+    written.
+    """
+    check_settings(config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     attention = choose_attention(config.attention, device, config.compile)
@@ -191,7 +236,7 @@ def open_run(config: TrainConfig, display: Display) -> Run:
     if not len(heldout_data):
         display.say("data: no held-out documents: validation and the last decoding are left out")
 
-    target = load_target(config.target_model, config.target_layer_ids, config.taps, device, dtype)
+    target = open_target(config, device, dtype, display)
     tokenizer = load_tokenizer(config.target_model)
     check_ids(target, tokenizer, rows.dataset, heldout_data)
     stops = stop_ids(target.model.generation_config, tokenizer)
@@ -202,6 +247,10 @@ def open_run(config: TrainConfig, display: Display) -> Run:
     check_target(target, rows, display)
     torch.manual_seed(config.seed)
     drafter = Drafter(geometry).to(device)
+    compiled = device.type == "cuda" and config.compile
+    if device.type == "cuda":
+        drafter.use_gpu(dtype, compiled)
+    drafter.checkpoint_layers = config.activation_checkpointing
     display.say(describe_drafter(drafter, target, source))
 
     facts = tap_facts(target, rows, config.token_budget)
@@ -211,7 +260,9 @@ def open_run(config: TrainConfig, display: Display) -> Run:
         cache.check_recorded("train", rows.count)
         cache.check_recorded("heldout", 0 if heldout is None else heldout.count)
         taps, heldout_taps = cache.link("train", device), cache.link("heldout", device)
-    plan = Plan(config.seed, rows.count, config.accumulation)
+    if config.anchor_draws > 1:
+        taps = holding(taps, config.accumulation)
+    plan = Plan(config.seed, rows.count, config.accumulation, config.anchor_draws)
     steps = plan.steps(config.epochs) if config.max_steps is None else config.max_steps
     gamma = config.gamma or default_gamma(config.block_size)
     decay_B = decay_weights(config.block_size, gamma).to(device) if config.loss == "decay" else None
@@ -230,6 +281,8 @@ def open_run(config: TrainConfig, display: Display) -> Run:
         plan=plan,
         steps=steps,
         attention=attention,
+        compiled=compiled,
+        flops=row_flops(geometry, 0 if cache is not None else sum(target_layers(target))),
         slot_weights=SlotWeights(decay_B, config.dpace_floor),
         facts=facts,
     )

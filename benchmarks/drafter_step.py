@@ -1,0 +1,355 @@
+"""The drafter step side by side: ours, PyPI speculators 0.9.0 and specforge 0.2.0, in one run on one GPU.
+
+    pip install --no-deps --target PEERS speculators==0.9.0 specforge==0.2.0 liger-kernel \
+        pydantic==2.11.10 pydantic-core==2.33.2 annotated-types typing-inspection
+    PYTHONPATH=PEERS python -m benchmarks.drafter_step --json step.json
+
+prints a table: forward and backward in ms (median, least and most, CUDA events, steps queued as in
+training, fresh anchors in every step), peak memory above steady, loss, gradient norm, slots that carried
+loss in the last step, and the step with the optimiser where that is ours. Steady is weights + masters +
+moments + persistent copies + one gradient per parameter; all else is above it, the row's taps (0.39 GiB)
+included. The floor is the step's matrix work over the speed of a square bf16 product in the same run.
+
+Every system is a process of its own. All warm up first (compilation; `--lanes` at a time), then each is
+measured while the others hold still. A system that fails is reported and does not stop the others. Which
+systems there are: `SYSTEMS` below; `-published` is the released geometry, four sliding layers of 2048
+tokens and a full one (in documents no longer than the window it costs what five full layers cost).
+`--device cpu --tiny` runs the same without a GPU or a compiler. How the peers are run, and what they
+compute that ours does not: peers.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from benchmarks import peers
+from benchmarks.workload import SEED, TINY, Batch, Shape, System, ceiling_flops, make_batch, times_ms
+from slipstream.config import TrainConfig
+from slipstream.models.drafter import Drafter, DrafterConfig
+from slipstream.models.target import Head
+from slipstream.training.attention import choose_attention, make_attend
+from slipstream.training.blocks import decay_weights, draw_anchors, make_blocks
+from slipstream.training.loop import make_optimizer, update
+from slipstream.training.loss import SlotWeights, block_loss
+
+GIB = 2**30
+
+
+def ours(shape: Shape, batch: Batch) -> System:
+    """The training loop's own calls (`row_loss` and `update` of training/loop.py) on one row."""
+    device, compiled = batch.device, batch.device.type == "cuda"
+    config = DrafterConfig(
+        hidden_size=shape.hidden,
+        vocab_size=shape.vocab,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        block_size=shape.block_size,
+        mask_token_id=shape.mask_token_id,
+        target_layer_ids=tuple(range(shape.taps)),
+        num_target_layers=64,
+        rope_theta=shape.rope_theta,
+        layer_types=shape.layer_types,
+        sliding_window=shape.window if shape.sliding_layers else None,
+    )
+    with device:
+        drafter = Drafter(config)
+    drafter.use_gpu(torch.bfloat16, compiled)
+    optimizer = make_optimizer(drafter, TrainConfig(), device)
+    head = Head(batch.head_VH, None, 1.0, None)
+    weights = SlotWeights(decay_weights(shape.block_size, 7.0).to(device))
+    attention = choose_attention("auto", device, compiled)
+    draws, one = itertools.count(), torch.ones((), device=device)
+    row, taps_ST, embedding_VH = batch.row, batch.taps_ST, batch.embedding_VH  # not the rest of the batch
+
+    def step() -> tuple[Tensor, Tensor]:
+        drafter.zero_grad(set_to_none=True)
+        anchors = draw_anchors(row, shape.anchors, (SEED, 0, next(draws)))
+        blocks = make_blocks(row, anchors, shape.anchors, shape.block_size, shape.mask_token_id).to(device)
+        hidden_QH = drafter(
+            taps_ST,
+            blocks.context_positions_S,
+            F.embedding(blocks.input_ids_NB.flatten(), embedding_VH),
+            blocks.positions_NB.flatten(),
+            make_attend(attention, blocks, config),
+        )
+        loss = block_loss(hidden_QH, blocks, head, weights, compiled)
+        mean = loss.total / loss.weight
+        mean.backward()
+        return mean.detach(), blocks.valid_NB.sum()
+
+    return System(
+        step,
+        trainable=list(drafter.named_parameters()),
+        held=[batch.embedding_VH, batch.head_VH, *(x.copy for x in drafter.linears() if x.copy is not None)],
+        settings="fp32 masters, bf16 copies, layers compiled, head in chunks of two products",
+        update=lambda: update(drafter, optimizer, one, clip=1.0, lr=1e-5),
+        optimizer=optimizer,
+    )
+
+
+SYSTEMS: dict[str, Callable[[Shape, Batch], System]] = {
+    "ours": ours,
+    "speculators": partial(peers.speculators, loss="eager"),
+    "speculators-fused": partial(peers.speculators, loss="fused"),
+    "specforge": partial(peers.specforge, fastest=False),
+    "specforge-fastest": partial(peers.specforge, fastest=True),
+}
+PUBLISHED = "-published"
+"""Suffix of a system's name: all but the last layer slide."""
+DEFAULT = ("ours", "speculators", "specforge", "specforge-fastest", "ours" + PUBLISHED)
+
+
+@dataclass
+class Options:
+    """Flags of the benchmark; the shape's are its own."""
+
+    shape: Shape = field(default_factory=Shape)
+    only: tuple[str, ...] = DEFAULT
+    """Systems to run, by name; `-published` may follow any of them."""
+    device: str = "cuda"
+    tiny: bool = False
+    """A shape of a second on a CPU; the shape's own flags are ignored."""
+    warmup: int = 4
+    iterations: int = 12
+    lanes: int = 2
+    """Systems that warm up at the same time."""
+    limit: float = 300.0
+    """Seconds after which a system is given up."""
+    profile: bool = False
+    """Name the kernels of ours that take longest."""
+    json: Path | None = None
+    """Write the results there."""
+    worker: str | None = None
+    """Used between the processes of one run: the system to be."""
+
+
+def measure(system: System, options: Options, device: torch.device) -> dict[str, Any]:
+    """The measured part of a run, after warm-up. Raises `SystemExit` for numbers that cannot be real."""
+    outcomes: list[tuple[Tensor, Tensor]] = []
+    system.step()  # memory given back after the warm-up is taken again
+    steady = system.steady_bytes()
+    graphs = counters["stats"]["unique_graphs"]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    times = times_ms(lambda: outcomes.append(system.step()), options.iterations, device)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else steady
+    losses = torch.stack([loss.float() for loss, _ in outcomes])
+    grads = {name: p.grad for name, p in system.trainable}
+    if dead := [name for name, g in grads.items() if g is None or not g.isfinite().all() or not g.any()]:
+        raise SystemExit(f"gradients missing, zero or not finite: {dead}")
+    if not losses.isfinite().all() or not losses.std() > 0:
+        raise SystemExit(f"losses not finite or constant: {losses.tolist()}")
+    return {
+        "settings": system.settings,
+        "ms": times,
+        "steady_gib": steady / GIB,
+        "above_gib": (peak - steady) / GIB,
+        "loss": losses.mean().item(),
+        "grad_norm": torch.nn.utils.get_total_norm([g for g in grads.values() if g is not None]).item(),
+        "slots": int(outcomes[-1][1]),
+        "compiled_late": counters["stats"]["unique_graphs"] - graphs,
+    }
+
+
+def measure_with_update(system: System, options: Options, device: torch.device) -> list[float]:
+    """Milliseconds of forward, backward and optimiser step."""
+    change = system.update
+    assert change is not None
+
+    def whole() -> None:
+        system.step()
+        change()
+
+    times_ms(whole, 2, device)  # the moments are made
+    return times_ms(whole, options.iterations, device)
+
+
+def top_kernels(system: System, count: int = 25) -> list[str]:
+    """The device's longest kernels in one step, the mean of three."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA, activity.CPU]) as profile:
+        times_ms(system.step, 3, torch.device("cuda"))
+    kernels = [e for e in profile.key_averages() if e.device_type.name == "CUDA"]
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in kernels) / 3e3
+    lines = [
+        f"{e.self_device_time_total / 3e3:8.2f} ms {e.count // 3:5d} × {e.key[:96]}" for e in kernels[:count]
+    ]
+    return [f"{total:8.2f} ms in {len(kernels)} kinds of kernels", *lines]
+
+
+def work(name: str, options: Options) -> None:
+    """A system's process: warm up, say so, wait for a line, measure, say what came out."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the system prints is no answer
+    began = time.monotonic()
+    device = torch.device(options.device)
+    torch.manual_seed(SEED)
+    if name == "ceiling":
+        result: dict[str, Any] = {}
+    else:
+        shape = TINY if options.tiny else options.shape
+        if name.endswith(PUBLISHED):
+            shape = dataclasses.replace(shape, sliding_layers=shape.layers - 1)
+        system = SYSTEMS[name.removesuffix(PUBLISHED)](shape, make_batch(shape, device))
+        for _ in range(options.warmup):
+            system.step()
+        for _, p in system.trainable:
+            p.grad = None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    warm = time.monotonic() - began
+    print("warm", file=answers, flush=True)
+    sys.stdin.readline()
+    if name == "ceiling":
+        result = {"tflops": ceiling_flops(device, 256 if options.tiny else 8192) / 1e12}
+    else:
+        result = measure(system, options, device) | {"warm_s": warm}
+        if system.update is not None:
+            if options.profile and device.type == "cuda":
+                result["kernels"] = top_kernels(system)
+            result["with_update_ms"] = measure_with_update(system, options, device)
+    print(json.dumps(result), file=answers, flush=True)
+
+
+@dataclass
+class Worker:
+    name: str
+    process: subprocess.Popen[str]
+    errors: IO[bytes]
+
+    @classmethod
+    def start(cls, name: str) -> Worker:
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 — read when the process has died
+        environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
+        command = [sys.executable, "-m", "benchmarks.drafter_step", *sys.argv[1:], "--worker", name]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment
+        )
+        return cls(name, process, errors)
+
+    def line(self, limit: float) -> str | None:
+        """Its next answer; None, with its last words printed, if it died or took longer than `limit` s."""
+        assert self.process.stdout is not None
+        alarm = threading.Timer(limit, self.process.kill)
+        alarm.start()
+        answer = self.process.stdout.readline()
+        alarm.cancel()
+        if answer:
+            return answer
+        self.process.wait()
+        self.errors.seek(0)
+        words = "\n".join(self.errors.read().decode(errors="replace").strip().splitlines()[-15:])
+        print(f"--- {self.name} failed (exit {self.process.returncode}):\n{words}", flush=True)
+        return None
+
+    def go(self, limit: float) -> dict[str, Any] | None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        answer = self.line(limit)
+        self.process.wait()
+        return json.loads(answer) if answer else None
+
+
+def run_all(names: list[str], options: Options) -> dict[str, dict[str, Any]]:
+    """Results by name; a system that failed is missing."""
+    waiting, running, warm = list(names), [], []
+    while waiting or running:
+        while waiting and len(running) < options.lanes:
+            running.append(Worker.start(waiting.pop(0)))
+        worker = running.pop(0)
+        if worker.line(options.limit):
+            print(f"{worker.name}: warm", flush=True)
+            warm.append(worker)
+    results = {}
+    for worker in warm:
+        if result := worker.go(options.limit):
+            results[worker.name] = result
+            print(worker.name, {k: v for k, v in result.items() if k != "kernels"}, flush=True)
+    return results
+
+
+def table(results: dict[str, dict[str, Any]], flop: float, ceiling: float) -> str:
+    """Markdown; × is a system's time over ours of the same geometry, MFU is floor over time."""
+    floor = 1e3 * flop / ceiling
+    tera, work = ceiling / 1e12, flop / 1e12
+    heads = (
+        "system", "ms (least–most)", "× ours", "MFU", "above steady, GiB", "steady, GiB",
+        "with optimiser, ms", "loss", "gradient norm", "slots", "warm-up, s", "graphs compiled late", "how",
+    )  # fmt: skip
+    lines = [
+        f"ceiling {tera:.0f} TFLOP/s; {work:.1f} TFLOP of matrix work a step: floor {floor:.0f} ms",
+        "",
+        f"| {' | '.join(heads)} |",
+        "|" + "---|" * len(heads),
+    ]
+    for name, r in results.items():
+        mine = results.get("ours" + (PUBLISHED if name.endswith(PUBLISHED) else ""))
+        ms = statistics.median(r["ms"])
+        ratio = f"{ms / statistics.median(mine['ms']):.2f}" if mine else ""
+        whole = f"{statistics.median(r['with_update_ms']):.1f}" if "with_update_ms" in r else ""
+        cells = (
+            name, f"{ms:.1f} ({min(r['ms']):.1f}–{max(r['ms']):.1f})", ratio, f"{floor / ms:.0%}",
+            f"{r['above_gib']:.2f}", f"{r['steady_gib']:.2f}", whole, f"{r['loss']:.4f}",
+            f"{r['grad_norm']:.3g}", str(r["slots"]), f"{r['warm_s']:.0f}", str(r["compiled_late"]),
+            r["settings"],
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    import tyro
+
+    options = tyro.cli(tyro.conf.OmitArgPrefixes[Options], description=__doc__)
+    if options.worker:
+        work(options.worker, options)
+        return
+    unknown = [n for n in options.only if n.removesuffix(PUBLISHED) not in SYSTEMS]
+    if unknown:
+        sys.exit(f"--only: no system {unknown}: choose from {list(SYSTEMS)}, each may end in {PUBLISHED}")
+    results = run_all(["ceiling", *options.only], options)
+    ceiling = results.pop("ceiling")["tflops"] * 1e12
+    shape = TINY if options.tiny else options.shape
+    for name, result in results.items():
+        print(
+            "\n".join([f"\n{name}: longest kernels", *result["kernels"]]) if "kernels" in result else "",
+            end="",
+        )
+    print(f"\n{table(results, shape.matrix_flop(), ceiling)}")
+    if options.json:
+        facts = {"shape": dataclasses.asdict(shape), "flop": shape.matrix_flop(), "ceiling": ceiling}
+        facts["torch"], facts["results"] = torch.__version__, results
+        options.json.write_text(json.dumps(facts, indent=1))
+    if len(results) < len(options.only):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The two halves of an optimiser step: the loss of a packed row, and the update. Which rows, and when, is
+loop.py's.
+
+Nothing here reads the device, but for `check_taps`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.config import TrainConfig, UserError
+from slipstream.data.pack import Row
+from slipstream.distributed.link import TapLink
+from slipstream.models.drafter import Drafter
+from slipstream.models.selfcheck import tap_health
+from slipstream.system.kernels import only_launching_thread
+from slipstream.training.attention import loud_fallbacks, make_attend
+from slipstream.training.blocks import Blocks, add_noise, draw_anchors, make_blocks
+from slipstream.training.loss import BlockLoss, block_loss
+from slipstream.training.run import Run
+
+
+@only_launching_thread
+def row_loss(
+    run: Run, row: Row, link: TapLink, key: tuple[int, int, int], noise: float, check_taps: bool = True
+) -> tuple[BlockLoss, Blocks]:
+    """Taps, blocks and loss of one packed row; `key` is (seed, epoch, draw) and fixes anchors and noise.
+    `check_taps` reads the device: on a GPU not in every step.
+    """
+    config, drafter = run.config, run.drafter
+    anchors = draw_anchors(row, config.max_anchors, key)
+    blocks = make_blocks(row, anchors, config.max_anchors, config.block_size, drafter.config.mask_token_id)
+    blocks = blocks.to(run.device)
+    taps_ST = link(row).to(run.dtype)
+    used, layers = row.spans()[-1][1], len(run.target.target_layer_ids)
+    if check_taps and (trouble := tap_health(taps_ST[:used], layers)):
+        raise UserError(
+            f"row {row.row_id}: the target's features are {trouble}: training on them teaches nothing"
+        )
+    if noise:
+        taps_ST = add_noise(taps_ST, config.noise_kind, noise, row, key)
+    with loud_fallbacks():
+        hidden_QH = drafter(
+            taps_ST,
+            blocks.context_positions_S,
+            embed(run, blocks.input_ids_NB.flatten()),
+            blocks.positions_NB.flatten(),
+            make_attend(run.attention, blocks, drafter.config),
+        )
+    return block_loss(hidden_QH, blocks, run.target.head, run.slot_weights, run.compiled), blocks
+
+
+def embed(run: Run, ids: Tensor) -> Tensor:
+    """Raw rows of the target's frozen embedding times the drafter's explicit scale, in the run's dtype."""
+    return F.embedding(ids, run.target.embedding_VH).to(run.dtype) * run.drafter.config.input_embedding_scale
+
+
+def make_optimizer(drafter: Drafter, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW over the fp32 masters; on a GPU one fused kernel over all of them."""
+    fused = device.type == "cuda"
+    return torch.optim.AdamW(
+        drafter.parameters(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=1e-8,
+        weight_decay=config.weight_decay,
+        fused=fused,
+        foreach=not fused,
+    )
+
+
+def update(
+    drafter: Drafter, optimizer: torch.optim.Optimizer, weight: Tensor, clip: float, lr: float
+) -> Tensor:
+    """Divide the summed gradients by the summed weight, clip by the global norm, step; the norm before
+    clipping.
+
+    Rows without a valid slot add nothing to either sum; a step of only such rows leaves gradients of zero.
+    """
+    grads = []
+    for p in drafter.parameters():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        grads.append(p.grad)
+    weight = weight.clamp(min=torch.finfo(torch.float32).tiny)
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True) / weight
+    torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0) / weight)  # pyright: ignore
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    drafter.refresh()
+    return norm
