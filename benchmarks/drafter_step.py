@@ -48,14 +48,14 @@ from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.target import Head
 from slipstream.training.attention import choose_attention, make_attend
 from slipstream.training.blocks import decay_weights, draw_anchors, make_blocks
-from slipstream.training.loop import make_optimizer, update
 from slipstream.training.loss import SlotWeights, block_loss
+from slipstream.training.step import make_optimizer, update
 
 GIB = 2**30
 
 
 def ours(shape: Shape, batch: Batch) -> System:
-    """The training loop's own calls (`row_loss` and `update` of training/loop.py) on one row."""
+    """The training loop's own calls (`row_loss` and `update` of training/step.py) on one row."""
     device, compiled = batch.device, batch.device.type == "cuda"
     config = DrafterConfig(
         hidden_size=shape.hidden,

@@ -65,8 +65,10 @@ def run_cache(config: CacheConfig) -> None:
 
 
 def run_train(config: TrainConfig) -> None:
+    import torch
+
     from slipstream.export.zlab import export_run
-    from slipstream.system.planner import plan
+    from slipstream.system.planner import explain_out_of_memory, plan
     from slipstream.training.loop import train
     from slipstream.training.metrics import Display
     from slipstream.training.run import describe_plan, write_run_facts
@@ -80,7 +82,10 @@ def run_train(config: TrainConfig) -> None:
         said = describe_plan(config, run.rows.count, run.steps, run.device, run.dtype, run.attention)
         display.say(said)
         write_run_facts(run)
-        trained = train(run, display)
+        try:
+            trained = train(run, display)
+        except torch.OutOfMemoryError as e:
+            raise UserError(f"slipstream train: {explain_out_of_memory(run)}") from e
     if trained.interrupted:
         again = f"slipstream train --config {shlex.quote(str(run.folder / 'config.yaml'))}"
         step = trained.position.step

@@ -188,7 +188,7 @@ class TrainConfig:
     decode_tokens: int = 64
     """New tokens per decoded prompt."""
     plan: bool = False
-    """Print placement, geometry, rows and steps, and exit."""
+    """Print placement, rows and steps, memory by part and the expected time, and exit."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask
 
+from slipstream.config import UserError
 from slipstream.data.pack import Row
 from slipstream.models.drafter import FULL, SLIDING, Attend, Drafter, DrafterConfig
 from slipstream.models.target import Head, Target
@@ -28,7 +29,9 @@ from slipstream.training.attention import (
     flex_attend,
     flex_mask,
     fused_only,
+    loud_fallbacks,
     make_attend,
+    tile_counts,
 )
 from slipstream.training.blocks import Blocks, decay_weights, draw_anchors, make_blocks
 from slipstream.training.loss import SlotWeights, block_loss
@@ -195,26 +198,65 @@ def test_the_compiled_kernel_is_dense_attention():
     assert_close(fused, dense, 1e-5)
 
 
+@pytest.mark.parametrize("causal", CAUSALITIES)
+@pytest.mark.parametrize("layer_type", LAYERS)
+@pytest.mark.parametrize(
+    ("lengths", "anchors", "block"), [((300, 150, 40), 40, 8), ((60,), 9, 5), ((200,) * 3, 64, 16)]
+)
+def test_the_block_mask_is_torch_s_own_of_the_same_predicate(lengths, anchors, block, layer_type, causal):
+    """Also where queries and keys fill no whole tile."""
+    config = config_of(causal, block, window=70)
+    row = random_row(lengths, sum(lengths) + 27)
+    blocks = make_blocks(row, draw_anchors(row, anchors, (0, 0, 0)), anchors, block, MASK)
+    ours = attention_module.flex_mask(blocks, config, layer_type)
+    queries = blocks.valid_NB.numel()
+    assert ours.mask_mod is not None
+    theirs = create_block_mask(ours.mask_mod, None, None, queries, len(row.input_ids) + queries, device="cpu")
+    assert ours.seq_lengths == theirs.seq_lengths
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    for part in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(vars(ours)[part], vars(theirs)[part]), part
+    for number, index in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+        for i, n in enumerate(vars(ours)[number][0, 0].tolist()):
+            assert torch.equal(vars(ours)[index][0, 0, i, :n], vars(theirs)[index][0, 0, i, :n])
+
+
+def test_more_shapes_than_torch_compiles_end_in_one_line_not_in_dense_attention():
+    torch._dynamo.reset()
+    once = torch.compile(fused_only, fullgraph=True, dynamic=False, backend=CompileCounter())
+    config = config_of(None)
+    limit = pytest.raises(UserError, match=r"^attention: torch compiled its limit.*--max-anchors")
+    with torch.no_grad(), limit as e:
+        for n in range(1, 12):
+            row = random_row((40,), 48)
+            blocks = make_blocks(row, draw_anchors(row, n, (0, 0, 0)), n, 4, MASK)
+            q, k = torch.randn(6, 4 * n, 8), torch.randn(2, 48 + 4 * n, 8)
+            with loud_fallbacks():
+                flex_attend(blocks, config, once)(FULL, q, k[:, :48], k[:, :48], k[:, 48:], k[:, 48:])
+    assert 8 <= n <= 10
+    assert "\n" not in str(e.value)
+
+
 @torch.no_grad()
 def test_new_rows_anchors_and_masks_compile_nothing_new():
     """One graph for each layer type: a graph a row would end at the recompile limit."""
     torch._dynamo.reset()
-    kernel, build = CompileCounter(), CompileCounter()
+    kernel, count = CompileCounter(), CompileCounter()
     attend_once = torch.compile(fused_only, fullgraph=True, dynamic=False, backend=kernel)
-    build_once = torch.compile(create_block_mask, fullgraph=True, dynamic=False, backend=build)
+    count_once = torch.compile(tile_counts, fullgraph=True, dynamic=False, backend=count)
     config = config_of(None)
     for epoch in range(12):
         row = random_row((9, 14 - epoch, 1, 11), 48, seed=epoch, prompt=epoch % 3)
         blocks = make_blocks(row, draw_anchors(row, 8, (0, epoch, 0)), 8, 4, MASK)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention_module, "create_block_mask", build_once)
+            patch.setattr(attention_module, "tile_counts", count_once)
             attend = flex_attend(blocks, config, attend_once)
         for layer_type in LAYERS:
             q, k = torch.randn(6, 32, 8), torch.randn(2, 80, 8)
             out = attend(layer_type, q, k[:, :48], k[:, :48], k[:, 48:], k[:, 48:])
             expected = attention_module.sdpa(q, k, k, dense_mask(blocks, config, layer_type))
             assert_close(out, expected, 1e-5)
-    assert kernel.frame_count == build.frame_count == 2
+    assert kernel.frame_count == count.frame_count == 2
 
 
 @pytest.mark.parametrize("attention", ["documents", "dense"])

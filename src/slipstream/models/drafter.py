@@ -163,22 +163,25 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.copy is None:
             return F.linear(x, self.weight.to(x.dtype))
-        return _MasterProduct.apply(x, self.weight, self.copy)  # type: ignore[return-value]
+        return _MasterProduct.apply(x, self.copy, self.weight)  # type: ignore[return-value]
 
 
 class _MasterProduct(torch.autograd.Function):
-    """x Wᵀ of the working copy; the gradient goes to the master, in fp32 straight out of its product."""
+    """x Wᵀ of a working copy; gradients go to its masters, which lie below one another in it, in fp32
+    straight out of one product.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_PI: Tensor, master_OI: Tensor, copy_OI: Tensor) -> Tensor:
+    def forward(ctx: Any, x_PI: Tensor, copy_OI: Tensor, *masters: Tensor) -> Tensor:
         ctx.save_for_backward(x_PI, copy_OI)
+        ctx.rows = [len(master) for master in masters]
         return x_PI @ copy_OI.T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (d_PO,), (x_PI, copy_OI) = grads, ctx.saved_tensors
         d_x = d_PO @ copy_OI if ctx.needs_input_grad[0] else None
-        return d_x, product_fp32(d_PO.T, x_PI), None
+        return d_x, None, *product_fp32(d_PO.T, x_PI).split(ctx.rows)
 
 
 def product_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -212,6 +215,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.kv_copy: Tensor | None = None
+        """Working copies of k_proj and v_proj below one another: one product for both."""
 
     def split(self, x_PC: Tensor) -> Tensor:
         return x_PC.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
@@ -220,8 +225,13 @@ class Attention(nn.Module):
         """Keys (normed per head, rotated) and values [nkv, P, D] of context or block tokens: the same
         weights.
         """
-        k = rotate(self.k_norm(self.split(self.k_proj(x_PH))), cos_PD, sin_PD)
-        return k, self.split(self.v_proj(x_PH))
+        if self.kv_copy is None:
+            k_PC, v_PC = self.k_proj(x_PH), self.v_proj(x_PH)
+        else:
+            kv_PC = _MasterProduct.apply(x_PH, self.kv_copy, self.k_proj.weight, self.v_proj.weight)
+            assert isinstance(kv_PC, Tensor)
+            k_PC, v_PC = kv_PC.chunk(2, dim=-1)
+        return rotate(self.k_norm(self.split(k_PC)), cos_PD, sin_PD), self.split(v_PC)
 
     def queries(self, x_QH: Tensor, cos_QD: Tensor, sin_QD: Tensor) -> Tensor:
         return rotate(self.q_norm(self.split(self.q_proj(x_QH))), cos_QD, sin_QD)
@@ -298,6 +308,10 @@ class Drafter(nn.Module):
         if dtype != self.fc.weight.dtype:
             for linear in self.linears():
                 linear.copy = torch.empty_like(linear.weight, dtype=dtype, requires_grad=False)
+            for layer in self.stack():
+                attn = layer.self_attn
+                attn.kv_copy = torch.cat([p.weight.detach().to(dtype) for p in (attn.k_proj, attn.v_proj)])
+                attn.k_proj.copy, attn.v_proj.copy = attn.kv_copy.chunk(2)
             self.refresh()
         if compiled:
             self._compiled = _Compiled(

@@ -23,7 +23,7 @@ from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.families import choose_mask_token
 from slipstream.models.sketch import sketch_target
 from slipstream.models.target import Target
-from slipstream.training import loss
+from slipstream.training import loss, setup
 from slipstream.training.attention import choose_attention
 from slipstream.training.blocks import draw_anchors, make_blocks
 from slipstream.training.flops import (
@@ -36,15 +36,6 @@ from slipstream.training.flops import (
 )
 from slipstream.training.metrics import Display
 from slipstream.training.run import Rows, Run, describe_drafter, describe_plan, describe_rows
-from slipstream.training.setup import (
-    check_anchors,
-    check_ids,
-    check_settings,
-    choose_device,
-    choose_dtype,
-    drafter_config,
-    open_rows,
-)
 
 GIB = 2**30
 LEAST_ANCHORS, LEAST_TOKENS = 32, 512
@@ -99,7 +90,8 @@ class Need:
     def table(self) -> str:
         """Parts at the peak, a line each, then the other phases."""
         lines = [f"memory: {gib(self.total)} at the peak of a step, {self.peak}:"]
-        lines += [f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in self.parts.items() if size]
+        shown = {name: size for name, size in self.parts.items() if size > GIB / 200}
+        lines += [f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in shown.items()]
         others = ", ".join(f"{name} {gib(size)}" for name, size in self.phases.items() if name != self.peak)
         return "\n".join([*lines, f"  less at other times (reserve left out): {others}"])
 
@@ -126,17 +118,16 @@ def predict(config: TrainConfig, geometry: DrafterConfig, target: TargetShape) -
     """
     g, e = geometry, 4 if config.dtype == "float32" else 2
     s, n, h = config.token_budget, config.max_anchors, geometry.hidden_size
-    q, again = n * g.block_size, config.activation_checkpointing
+    q, slots = n * g.block_size, g.block_size - 1
     layer, parameters = layer_elements(g), drafter_parameters(g)
     matrices = len(g.target_layer_ids) * h**2 + g.num_layers * layer
     taps = e * s * len(g.target_layer_ids) * h
     held = config.anchor_draws > 1  # over several steps
 
     whole = kept_by_layer(g, s, q, e)
-    kept = e * q * h if again else whole
+    kept = e * q * h if config.activation_checkpointing else whole
     context = 2 * e * s * h  # fc's output and its norm; as much again for their slopes
     rotary = 8 * g.head_dim * (s + q)
-    slots = g.block_size - 1
     chunk = min(n, max(1, 128 * loss.CHUNK_TILES // slots)) * slots
     noisy = taps if config.noise and held else 0
     earlier = 4 * parameters if config.accumulation > 1 else 0  # gradients of the step's rows before
@@ -187,13 +178,14 @@ def kept_by_layer(geometry: DrafterConfig, s: int, q: int, element_size: int) ->
 
     Input, its norm, the residual behind attention, its norm: 4 × [Q, H]. Queries before and after their norm,
     attention's output as it came and with heads side by side: 4 × [Q, nq·D]. Gate, up and what down_proj
-    reads: 3 × [Q, F]. Keys before their norm, keys, values: 3 × [S + Q, nkv·D]. Scales of norms and of
+    reads: 3 × [Q, F]. The product of keys and values, keys, values: 4 × [S + Q, nkv·D]. Scales of norms
+    and of
     attention: fp32.
     """
     g = geometry
     queries = 4 * (g.hidden_size + g.num_heads * g.head_dim) + 3 * g.intermediate_size
     scales = q * (2 + 2 * g.num_heads + g.num_kv_heads) + s * g.num_kv_heads
-    return element_size * (q * queries + 3 * (s + q) * g.num_kv_heads * g.head_dim) + 4 * scales
+    return element_size * (q * queries + 4 * (s + q) * g.num_kv_heads * g.head_dim) + 4 * scales
 
 
 def fits(need: Need, capacity: int) -> bool:
@@ -289,23 +281,23 @@ def say_offers(offers: list[str], target: TargetShape) -> str:
 
 def plan(config: TrainConfig, display: Display) -> None:
     """Says what a run would be, need and take. Reads data and configurations, no weights, writes nothing."""
-    check_settings(config)
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
+    setup.check_settings(config)
+    device = setup.choose_device(config.device)
+    dtype = setup.choose_dtype(config.dtype, device)
     attention = choose_attention(config.attention, device, config.compile)
     limit = None if config.taps_dir is None else TapCache.open(config.taps_dir).facts.rows
-    rows = open_rows(config.data_dir, "train", config.token_budget, config.on_long, limit)
+    rows = setup.open_rows(config.data_dir, "train", config.token_budget, config.on_long, limit)
     display.say(describe_rows(rows, "data"))
-    check_anchors(rows, config)
+    setup.check_anchors(rows, config)
 
     target = sketch_target(config, device, dtype)
     tokenizer = load_tokenizer(config.target_model)
-    check_ids(target, tokenizer, rows.dataset, open_dataset(config.data_dir, "heldout"))
+    setup.check_ids(target, tokenizer, rows.dataset, open_dataset(config.data_dir, "heldout"))
     stops = stop_ids(load_generation_config(config.target_model), tokenizer)
     mask_token_id, source = choose_mask_token(
         config.mask_token_id, target.model_type, target.vocab_size, tokenizer, stops
     )
-    geometry = drafter_config(config, target, mask_token_id)
+    geometry = setup.drafter_config(config, target, mask_token_id)
     with torch.device("meta"):
         drafter = Drafter(geometry)
     display.say(describe_drafter(drafter, target, source))
@@ -374,27 +366,29 @@ def say_time(config: TrainConfig, seconds: float, steps: int, ceiling: float, us
     if config.max_minutes is not None and whole > 60 * config.max_minutes:
         end += f", of which {config.max_minutes:g} minutes are run"
     return (
-        f"time: about {span(seconds)} a step, {end} (bf16 products reach {ceiling / 1e12:.3g} TFLOP/s here); "
-        f"{useful:.0%} of a full row's work is useful, the rest is padding and slots without labels"
+        f"time: about {span(seconds)} a step, {end} (matrix products reach {ceiling / 1e12:.3g} TFLOP/s "
+        f"here); {useful:.0%} of a full row's work is useful, the rest is padding and slots without labels"
     )
 
 
 def say_cards(need: Need, flop: float) -> str:
     """Expected time of a step on cards that are not here; guessed."""
-    guesses = {
-        name: span(expected_seconds(flop, 1e12 * DATASHEET * tflops, "cuda"))
+    guesses = [
+        f"{name} {span(expected_seconds(flop, 1e12 * DATASHEET * tflops, 'cuda'))}"
         for name, (size, tflops) in CARDS.items()
         if fits(need, size * GIB)
-    }
-    small = [name for name in CARDS if name not in guesses]
-    told = ", ".join(f"{name} {time}" for name, time in guesses.items()) or "none is large enough"
+    ]
+    small = ", ".join(name for name, (size, _) in CARDS.items() if not fits(need, size * GIB))
+    told = ", ".join(guesses) or "none"
     return f"cards: a step's time, guessed from datasheets: {told}" + (
-        f"; too small: {', '.join(small)}" if small and guesses else ""
+        f"; too small: {small}" if small else ""
     )
 
 
 def span(seconds: float) -> str:
-    """0.84 s, 17 min, 3.2 h."""
+    """0.84 s, 17 min, 3.2 h; no less than what launches and the host take anyhow."""
+    if seconds < 0.1:
+        return "less than 0.1 s"
     if seconds < 120:
         return f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

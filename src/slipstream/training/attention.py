@@ -18,11 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from slipstream.config import UserError
 from slipstream.models.drafter import Attend, DrafterConfig
 from slipstream.training.blocks import Blocks, visibility
+
+TILE = 128
+"""Side of flex's tiles; a tile that is seen in part asks the predicate for each of its pairs."""
 
 
 def choose_attention(asked: str, device: torch.device, compiled: bool = True) -> str:
@@ -120,8 +123,10 @@ def flex_attend(blocks: Blocks, config: DrafterConfig, kernel: Callable[..., Ten
 
 
 def flex_mask(blocks: Blocks, config: DrafterConfig, layer_type: str) -> BlockMask:
-    """The predicate as flex's block mask: built by a compiled function on CUDA (0.25 ms; seconds when it is
-    not).
+    """The predicate as flex's block mask: tiles of 128 × 128 that are seen in part, or whole.
+
+    `create_block_mask` does the same, but compiled it takes minutes for its first mask (its sort), and
+    uncompiled seconds and gigabytes for each. Here one compiled kernel counts and torch sorts 64 × 128 tiles.
     """
     seen = visibility(blocks, config.window(layer_type), config.causal(layer_type))
 
@@ -130,8 +135,33 @@ def flex_mask(blocks: Blocks, config: DrafterConfig, layer_type: str) -> BlockMa
 
     device = blocks.anchors_N.device
     queries = blocks.anchors_N.shape[0] * blocks.block_size
-    build = compiled_block_mask() if device.type == "cuda" else create_block_mask
-    return build(mask_mod, None, None, queries, blocks.context_documents_S.shape[0] + queries, device=device)
+    keys = blocks.context_documents_S.shape[0] + queries
+    count = compiled_tile_counts() if device.type == "cuda" else tile_counts
+    counts_qk = count(seen, queries, keys, device)
+    whole = counts_qk == TILE * TILE
+    return BlockMask.from_kv_blocks(
+        *_ordered((counts_qk > 0) & ~whole),
+        *_ordered(whole),
+        BLOCK_SIZE=TILE,
+        mask_mod=mask_mod,
+        seq_lengths=(queries, keys),
+    )
+
+
+def tile_counts(
+    seen: Callable[[Tensor, Tensor], Tensor], queries: int, keys: int, device: torch.device
+) -> Tensor:
+    """Visible pairs in each tile [⌈Q/128⌉, ⌈(S+Q)/128⌉]; nothing is seen beyond the last query and key."""
+    q = torch.arange(-(-queries // TILE) * TILE, device=device)[:, None]
+    k = torch.arange(-(-keys // TILE) * TILE, device=device)[None, :]
+    visible = seen(q.clamp(max=queries - 1), k.clamp(max=keys - 1)) & (q < queries) & (k < keys)
+    return visible.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).sum((1, 3))
+
+
+def _ordered(tiles_qk: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles of a row are set [1, 1, q], and their columns first, in ascending order [1, 1, q, k]."""
+    columns = tiles_qk.to(torch.int32).argsort(dim=1, descending=True, stable=True)
+    return tiles_qk.sum(1).to(torch.int32)[None, None], columns.to(torch.int32)[None, None]
 
 
 @functools.cache
@@ -174,5 +204,5 @@ def loud_fallbacks() -> Iterator[None]:
 
 
 @functools.cache
-def compiled_block_mask() -> Callable[..., BlockMask]:
-    return torch.compile(create_block_mask, fullgraph=True, dynamic=False)
+def compiled_tile_counts() -> Callable[..., Tensor]:
+    return torch.compile(tile_counts, fullgraph=True, dynamic=False)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from slipstream.models.target import Head
 
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 2048, 8
+"""The fastest of seven pairs on an H200 (0.85 ms for 1650 rows of 248320; 4096 and 8: 1.16)."""
 NEVER = tl.constexpr(-1.0e30)
 """A logit that weighs nothing; finite, so that a difference of two of them is no NaN."""
 
