@@ -30,6 +30,7 @@ test: install
 
 test-gpu: install
 	$(VENV)/bin/python -m pytest -q -m gpu
+	SLIPSTREAM_TEST_DEVICE=cuda $(VENV)/bin/python -m pytest -q tests/properties
 
 clean:
 	rm -rf $(VENV)

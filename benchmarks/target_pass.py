@@ -9,9 +9,8 @@ from the stock layers' run document by document. The floors: the products of our
 work over the speed of a square bf16 product.
 
 "common" is the whole causal LM with all hidden states, the row read as one long document. "stock" is the
-stock layers stopped after the last tap, documents as a batch. "--residual-in-norm" measures the other place
-of the residual's addition too. `--profile` prints where the time of our pass goes. `--device cpu --tiny` runs
-everything without a GPU.
+stock layers stopped after the last tap, documents as a batch. `--profile` prints where the time of our pass
+goes. `--device cpu --tiny` runs everything without a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from transformers import logging as transformers_logging
 from benchmarks.workload import SEED, ceiling_flops, times_ms
 from slipstream.config import UserError
 from slipstream.data.pack import Row
-from slipstream.models import trunk
 from slipstream.models.fp8 import fp8_matmul, quantize_rows
 from slipstream.models.selfcheck import tap_health
 from slipstream.models.target import Target, default_target_layer_ids
@@ -232,7 +230,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10, help="timed passes of each way")
     parser.add_argument("--skip-stock", action="store_true", help="leave out the ways of stock layers")
     parser.add_argument("--fp8", action="store_true", help="our pass with FP8 products too")
-    parser.add_argument("--residual-in-norm", action="store_true", help="the residual's other place too")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--device", default="cuda")
@@ -266,19 +263,13 @@ def main(argv: list[str] | None = None) -> int:
         bench.measure("common", common, taps)
         bench.measure("stock", partial(stock.taps, row), taps)
     del stock
-    ways = [("ours", False, True)]
-    if args.residual_in_norm:
-        ways.append(("ours, residual in norm", False, False))
-    if args.fp8:
-        ways.append(("ours, FP8", True, True))
     floors: dict[str, float] = {}
     target: Target | None = None
     flop = 0.0
-    for name, fp8, trunk.RESIDUAL_IN_PRODUCT in ways:
-        if target is None or fp8:
-            if target is not None:
-                target.trunk = None  # its merged weights go as the next one's are made
-            target = Target(model, ids, "fused", fp8)
+    for name, fp8 in (("ours", False), ("ours, FP8", True)) if args.fp8 else (("ours", False),):
+        if target is not None:
+            target.trunk = None  # its merged weights go as the next one's are made
+        target = Target(model, ids, "fused", fp8)
         assert target.trunk is not None
         run = partial(target.taps, row)
         bench.measure(name, run, taps)

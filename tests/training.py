@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ LAYOUTS: dict[str, list[list[bool]]] = {
 }
 """Supervision of each document, for the cases that have gone wrong in trainers."""
 
+DEVICE = torch.device(os.environ.get("SLIPSTREAM_TEST_DEVICE", "cpu"))
+"""Where the properties of target, drafter, attention and loss are tested: `make test-gpu` asks for cuda."""
+
 documents = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=6)
 
 
@@ -52,7 +56,7 @@ def supervised_row(masks: list[list[bool]], padding: int = 0, row_id: int = 0, v
 def all_blocks(row: Row, block_size: int, spare: int = 0) -> Blocks:
     """Blocks at every anchor the row allows, and `spare` unused places."""
     anchors = anchor_candidates(row)
-    return make_blocks(row, anchors, max(1, len(anchors) + spare), block_size, MASK)
+    return make_blocks(row, anchors, max(1, len(anchors) + spare), block_size, MASK).to(DEVICE)
 
 
 def drafter_config(**changes: Any) -> DrafterConfig:
@@ -84,7 +88,7 @@ def make_drafter(config: DrafterConfig, seed: int = 1) -> Drafter:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif "layers" in name:
                 parameter.mul_(1.5)
-    return drafter
+    return drafter.to(DEVICE)
 
 
 def run_of(
@@ -98,13 +102,13 @@ def run_of(
     steps: int = 1,
     **config: Any,
 ) -> Run:
-    """A run in fp32 on the CPU; settings of `TrainConfig` by name. Rows are wanted by `train` only."""
+    """A run in fp32 on `DEVICE`; settings of `TrainConfig` by name. Rows are wanted by `train` only."""
     size = drafter.config.block_size
     settings = TrainConfig(**{"block_size": size, "max_anchors": 64, "noise": 0.0, **config})
     return Run(
         config=settings,
         folder=folder,
-        device=torch.device("cpu"),
+        device=DEVICE,
         dtype=torch.float32,
         target=target,
         drafter=drafter,
@@ -120,7 +124,7 @@ def run_of(
         attention=attention,
         compiled=False,
         flops=row_flops(drafter.config, 0),
-        slot_weights=slot_weights or SlotWeights(decay_weights(size, 2.0)),
+        slot_weights=slot_weights or SlotWeights(decay_weights(size, 2.0).to(DEVICE)),
         facts=TapFacts("tiny", target.target_layer_ids, 0, "float32", 0, "tiny", "", 1, 0),
     )
 

@@ -37,6 +37,7 @@ from slipstream.training.blocks import Blocks, decay_weights, draw_anchors, make
 from slipstream.training.loss import SlotWeights, block_loss
 from tests.tiny import random_row, tiny_target
 from tests.training import (
+    DEVICE,
     LAYOUTS,
     MASK,
     all_blocks,
@@ -89,9 +90,9 @@ def test_the_mask_is_that_of_a_walk_over_every_query_and_key(masks, padding, blo
     for layer_type in LAYERS:
         window = config.sliding_window if layer_type == SLIDING else None
         expected = literally_seen(row, blocks, window, causal_of(causal, layer_type))
-        assert torch.equal(dense_mask(blocks, config, layer_type), expected)
+        assert torch.equal(dense_mask(blocks, config, layer_type).cpu(), expected)
         # flex's block mask skips tiles: none that holds a seen key
-        tiles = flex_mask(blocks, config, layer_type).to_dense()[0, 0].bool()
+        tiles = flex_mask(blocks, config, layer_type).to_dense()[0, 0].bool().cpu()
         q, k = expected.nonzero().T
         assert tiles[q // 128, k // 128].all()
 
@@ -125,13 +126,15 @@ def drafted(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Hidden states, gradient of the taps and of the weights, of random taps and embeddings."""
     generator = torch.Generator().manual_seed(0)
-    taps = torch.randn(len(row.input_ids), 3 * 64, generator=generator).requires_grad_()
-    x = torch.randn(blocks.valid_NB.numel(), 64, generator=generator)
-    hidden = drafter(taps, row.positions, x, blocks.positions_NB.flatten(), make(blocks, drafter.config))
+    taps = torch.randn(len(row.input_ids), 3 * 64, generator=generator).to(DEVICE).requires_grad_()
+    x = torch.randn(blocks.valid_NB.numel(), 64, generator=generator).to(DEVICE)
+    hidden = drafter(
+        taps, blocks.context_positions_S, x, blocks.positions_NB.flatten(), make(blocks, drafter.config)
+    )
     if not torch.is_grad_enabled():
         return hidden, taps, {}
     drafter.zero_grad()
-    (hidden * torch.randn(hidden.shape, generator=generator)).sum().backward()
+    (hidden * torch.randn(hidden.shape, generator=generator).to(DEVICE)).sum().backward()
     assert taps.grad is not None
     return hidden.detach(), taps.grad, gradients(drafter)
 
@@ -268,16 +271,18 @@ def test_unused_anchor_places_carry_no_weight_and_finite_gradients(layout, causa
     blocks = all_blocks(row, 4, spare=5)
     torch.manual_seed(0)
     found = blocks.count
-    head = Head(torch.randn(131, 64), None, 1.0, None)
-    taps = torch.randn(len(row.input_ids), 3 * 64)
-    x = torch.randn(blocks.valid_NB.numel(), 64)
+    head = Head(torch.randn(131, 64).to(DEVICE), None, 1.0, None)
+    taps = torch.randn(len(row.input_ids), 3 * 64).to(DEVICE)
+    x = torch.randn(blocks.valid_NB.numel(), 64).to(DEVICE)
     results = []
     for garbage in (0.0, 100.0):  # what stands in unused places makes no difference
-        noisy = x + garbage * torch.randn_like(x) * (torch.arange(len(x)) >= found * 4)[:, None]
+        noisy = (
+            x + garbage * torch.randn_like(x) * (torch.arange(len(x), device=DEVICE) >= found * 4)[:, None]
+        )
         drafter.zero_grad()
         attend = make_attend(attention, blocks, drafter.config)
-        hidden = drafter(taps, row.positions, noisy, blocks.positions_NB.flatten(), attend)
-        loss = block_loss(hidden, blocks, head, SlotWeights(decay_weights(4, 2.0)))
+        hidden = drafter(taps, blocks.context_positions_S, noisy, blocks.positions_NB.flatten(), attend)
+        loss = block_loss(hidden, blocks, head, SlotWeights(decay_weights(4, 2.0).to(DEVICE)))
         loss.total.backward()
         grads = gradients(drafter)
         assert all(g.isfinite().all() for g in grads.values())
@@ -295,7 +300,7 @@ def test_unused_anchor_places_carry_no_weight_and_finite_gradients(layout, causa
 
 @functools.cache
 def target_of(family: str) -> Target:
-    return Target(tiny_target(family), (0, 2, 4))
+    return Target(tiny_target(family).to(DEVICE), (0, 2, 4))
 
 
 def leak_anchor(visibility: Callable[..., Callable[[Tensor, Tensor], Tensor]]):
@@ -352,7 +357,7 @@ def influence(target: Target, drafter: Drafter, attention: str) -> tuple[Tensor,
         PERTURBED.input_ids[t] = (kept + 50) % 127 + 3
         after = logits_of(target, drafter, PERTURBED, attention)
         PERTURBED.input_ids[t] = kept
-        changed[t] = (after - before).abs().amax(dim=(1, 2)) > 1e-6 * before.abs().max()
+        changed[t] = ((after - before).abs().amax(dim=(1, 2)) > 1e-6 * before.abs().max()).cpu()
     return changed, anchors
 
 

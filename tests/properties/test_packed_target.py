@@ -15,6 +15,7 @@ from slipstream.models.families import TABLE
 from slipstream.models.selfcheck import self_check
 from slipstream.models.target import Target
 from tests.tiny import FAMILIES, random_row, tiny_target
+from tests.training import DEVICE
 
 TAPS = (0, 2, 4)
 ROW = 64
@@ -32,12 +33,14 @@ def _one_thread():
 
 @functools.cache
 def target_of(family: str) -> Target:
-    return Target(tiny_target(family), TAPS)
+    return Target(tiny_target(family).to(DEVICE), TAPS)
 
 
 def alone(target: Target, document: Tensor) -> Tensor:
     """Taps of a document by transformers alone, without a line of ours."""
-    states = target.model(input_ids=document[None], output_hidden_states=True, use_cache=False).hidden_states
+    states = target.model(
+        input_ids=document[None].to(DEVICE), output_hidden_states=True, use_cache=False
+    ).hidden_states
     return torch.cat([states[i + 1][0] for i in TAPS], dim=-1)
 
 
@@ -111,7 +114,7 @@ def test_the_positions_given_to_the_rotary_embedding_restart_in_every_document(f
 
 def test_restarted_positions_alone_leak_through_linear_attention_and_the_self_check_refuses_them():
     """What a trainer would do that packs a hybrid like any other model: one pass, positions restarted."""
-    target = Target(tiny_target("hybrid"), TAPS)
+    target = Target(tiny_target("hybrid").to(DEVICE), TAPS)
     target.isolation = "packed"
     target._masks = lambda row, end: None
     row = random_row((30, 30), ROW)

@@ -19,10 +19,18 @@ from slipstream.training import loop
 from slipstream.training.blocks import Blocks, decay_weights
 from slipstream.training.loss import BlockLoss, SlotWeights
 from tests.tiny import tiny_target
-from tests.training import assert_close, drafter_config, gradients, make_drafter, run_of, supervised_row
+from tests.training import (
+    DEVICE,
+    assert_close,
+    drafter_config,
+    gradients,
+    make_drafter,
+    run_of,
+    supervised_row,
+)
 
 TAPS = (0, 2, 4)
-WEIGHTS = {"decay": SlotWeights(decay_weights(5, 2.0)), "dpace": SlotWeights(None, 0.5)}
+WEIGHTS = {"decay": SlotWeights(decay_weights(5, 2.0).to(DEVICE)), "dpace": SlotWeights(None, 0.5)}
 MODES = [("qwen3", "packed"), ("qwen3", "unpacked"), ("hybrid", "unpacked")]
 MASKS = [
     [False, False] + [True] * 9,
@@ -35,7 +43,7 @@ MASKS = [
 
 @functools.cache
 def target_of(family: str) -> Target:
-    return Target(tiny_target(family), TAPS)
+    return Target(tiny_target(family).to(DEVICE), TAPS)
 
 
 def mixed_drafter() -> Drafter:
@@ -89,9 +97,11 @@ def assert_packed_is_unpacked(row: Row, target: Target, attention: str, weights:
         assert_close(packed.ce[: blocks.count], ce, 1e-5)
     assert torch.equal(packed.correct[: blocks.count], correct)
     assert_close(
-        packed.total.detach(), sum((loss.total.detach() for loss, _ in apart), torch.zeros(())), 1e-5
+        packed.total.detach(),
+        sum((loss.total.detach() for loss, _ in apart), torch.zeros((), device=DEVICE)),
+        1e-5,
     )
-    assert_close(packed.weight, sum((loss.weight for loss, _ in apart), torch.zeros(())), 1e-6)
+    assert_close(packed.weight, sum((loss.weight for loss, _ in apart), torch.zeros((), device=DEVICE)), 1e-6)
     largest = max(float(g.abs().max()) for g in grads_apart.values())
     for name, grad in grads_apart.items():
         assert (grads[name] - grad).abs().max() <= 2e-5 * float(grad.abs().max()) + 1e-7 * largest, name

@@ -2,9 +2,9 @@
 
 Reads the stock model's weights. Projections of one input are merged into one matrix, and the stock modules
 then look at slices of it: nothing is held twice and the stock model works as before. What lies between matrix
-products is in fused.py, compiled on a GPU, and in documents.py (attention, recurrence). Which families this
-knows is in families.py, the choice between this pass and the stock one in target.py, the proof at start-up in
-selfcheck.py.
+products is in fused.py, on a GPU compiled or by the kernels of fused_kernels.py, and in documents.py (attention,
+recurrence). Which families this knows is in families.py, the choice between this pass and the stock one in
+target.py, the proof at start-up in selfcheck.py.
 
 Shapes: S tokens of a packed row, padding included · T taps · H hidden size · n heads (nq query, nkv
 key/value) · D head width · C columns of a merged product · A value heads of a linear layer · W width of its
@@ -32,8 +32,6 @@ from slipstream.models.fused import Operand
 P = ParamSpec("P")
 R = TypeVar("R")
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-RESIDUAL_IN_PRODUCT = True
-"""Whether a bf16 product adds itself to the residual, or the next norm adds it (as it must in FP8)."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +146,25 @@ class Trunk:
         self._gated_heads = _for_device(fused.gated_heads, device)
         self._delta_inputs = _for_device(fused.delta_inputs, device)
         self._gated_norm = _for_device(fused.gated_norm, device)
+        if device.type == "cuda":
+            self._take_kernels(LINEAR in kinds)
+
+    def _take_kernels(self, linear: bool) -> None:
+        """Triton's kernels in place of compiled functions, where heads and widths suit them: no other reason
+        brings the compiled ones back, a kernel that fails raises.
+        """
+        from slipstream.models import fused_kernels as kernels
+
+        if kernels.fits_row(self.embedding_VH.shape[1]):
+            self._add_norm = kernels.add_norm
+        if kernels.fits_row(self.layers[0].down.plain_OI.shape[1]):
+            self._swiglu = kernels.swiglu
+        if linear:
+            key_dim, value_dim = self.config["linear_key_head_dim"], self.config["linear_value_head_dim"]
+            if kernels.fits_heads(self.config["linear_num_value_heads"], value_dim):
+                self._gated_norm = kernels.gated_norm
+            if kernels.fits_delta(key_dim, value_dim):
+                self._delta_inputs = kernels.delta_inputs
 
     def _weight(self, merged_OI: Tensor) -> Weight:
         return Weight(merged_OI, quantize_weight(merged_OI) if self.fp8 else None)
@@ -243,8 +260,8 @@ class Trunk:
         return fp8_matmul(x.rows8_SI, x.scale_S, weight.quantised, weight.plain_OI.dtype)
 
     def _add_product(self, residual_SH: Tensor, x: Operand, weight: Weight) -> Tensor | None:
-        """Adds x Wᵀ to the residual, or returns it for the next norm to add."""
-        if weight.quantised is None and RESIDUAL_IN_PRODUCT:
+        """Adds x Wᵀ to the residual, or returns it for the next norm to add: an FP8 product cannot add."""
+        if weight.quantised is None:
             assert x.plain_SI is not None
             residual_SH.addmm_(x.plain_SI, weight.plain_OI.T)
             return None

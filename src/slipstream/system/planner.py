@@ -178,9 +178,8 @@ def kept_by_layer(geometry: DrafterConfig, s: int, q: int, element_size: int) ->
 
     Input, its norm, the residual behind attention, its norm: 4 × [Q, H]. Queries before and after their norm,
     attention's output as it came and with heads side by side: 4 × [Q, nq·D]. Gate, up and what down_proj
-    reads: 3 × [Q, F]. The product of keys and values, keys, values: 4 × [S + Q, nkv·D]. Scales of norms
-    and of
-    attention: fp32.
+    reads: 3 × [Q, F]. The product of keys and values, keys, values: 4 × [S + Q, nkv·D]. Scales of
+    norms and of attention: fp32.
     """
     g = geometry
     queries = 4 * (g.hidden_size + g.num_heads * g.head_dim) + 3 * g.intermediate_size
