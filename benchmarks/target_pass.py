@@ -44,7 +44,7 @@ KINDS = {
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "scaled_mm"),
     "gated delta rule": ("chunk_", "recompute_w_u", "cumsum", "solve"),
     "attention": ("flash", "fmha", "pytorch_flash"),
-    "between the products": ("triton_",),
+    "between the products": ("triton_", "_add_norm", "_swiglu", "_gated_norm", "_delta_inputs"),
 }
 
 

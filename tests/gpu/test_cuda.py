@@ -173,8 +173,8 @@ def test_nine_shapes_end_in_one_line_not_in_dense_attention():
     def draft(anchors: int) -> None:
         blocks = make_blocks(row, draw_anchors(row, anchors, (0, 0, 0)), anchors, 8, 511).to(CUDA)
         x = torch.randn(8 * anchors, 256, device=CUDA, dtype=torch.bfloat16)
-        attend = make_attend("flex", blocks, GEOMETRY)
         with loud_fallbacks():
+            attend = make_attend("flex", blocks, GEOMETRY)
             drafter(taps, blocks.context_positions_S, x, blocks.positions_NB.flatten(), attend)
 
     done = []

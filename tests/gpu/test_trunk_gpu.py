@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from slipstream.data.pack import Row
+from slipstream.models import fused
 from slipstream.models.selfcheck import self_check
 from slipstream.models.target import Target
+from tests import fused_cases as cases
 from tests.tiny import random_row, tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -121,3 +125,46 @@ def test_merging_weights_takes_no_memory_that_lasts():
     norms = 2**20  # fp32 copies of norm weights, and blocks of the allocator
     assert target.isolation == "fused"
     assert torch.cuda.memory_allocated() - before <= norms
+
+
+def both_ways(name: str, case: Callable[..., cases.Tensors], *args: object) -> None:
+    """The kernel's results are those of the function as it stands. Compiled it would be no oracle: a compiler
+    leaves out the rounding of a sum that it reads again.
+    """
+    from slipstream.models import fused_kernels
+
+    cases.assert_near(*(case(vars(way)[name], *args) for way in (fused_kernels, fused)))
+
+
+BOTH = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+
+
+@BOTH
+@pytest.mark.parametrize("width", [17408, 12288, 1000])
+def test_the_swiglu_kernel_is_the_function(width, fp8):
+    both_ways("swiglu", cases.swiglu, torch.bfloat16, CUDA, width, fp8)
+
+
+@BOTH
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("width", [5120, 4096, 1000])
+def test_the_norm_kernel_is_the_function(width, delta, fp8):
+    both_ways("add_norm", cases.add_norm, torch.bfloat16, CUDA, width, delta, True, fp8)
+
+
+@BOTH
+@pytest.mark.parametrize(("heads", "head_dim"), [(48, 128), (32, 128), (6, 64)])
+def test_the_gated_norm_kernel_is_the_function(heads, head_dim, fp8):
+    both_ways("gated_norm", cases.gated_norm, torch.bfloat16, CUDA, heads, head_dim, fp8)
+
+
+@pytest.mark.parametrize("lengths", [(1000,), (1, 2, 3, 70, 501)])
+@pytest.mark.parametrize(("key_heads", "heads"), [(16, 48), (2, 2)])
+def test_the_kernel_before_the_recurrence_is_the_function(lengths, key_heads, heads):
+    both_ways("delta_inputs", cases.delta_inputs, torch.bfloat16, CUDA, lengths, 7, key_heads, heads, 128)
+
+
+def test_the_fused_pass_runs_its_kernels():
+    trunk = Target(model_of("hybrid", torch.bfloat16), TAPS).trunk
+    taken = (trunk._add_norm, trunk._swiglu, trunk._gated_norm, trunk._delta_inputs)
+    assert [f.__module__ for f in taken] == 4 * ["slipstream.models.fused_kernels"]

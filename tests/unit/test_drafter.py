@@ -7,13 +7,14 @@ from itertools import product
 import pytest
 import torch
 
-from slipstream.config import UserError, default_gamma
+from slipstream.config import TrainConfig, UserError, default_gamma
 from slipstream.models import drafter as drafter_module
 from slipstream.models.drafter import (
     FULL,
     SLIDING,
     Drafter,
     DrafterConfig,
+    Layer,
     RMSNorm,
     default_heads,
     default_intermediate,
@@ -23,9 +24,18 @@ from slipstream.models.drafter import (
 from slipstream.models.target import Target
 from slipstream.training.attention import make_attend
 from slipstream.training.blocks import make_blocks
-from slipstream.training.loop import row_loss
+from slipstream.training.step import make_optimizer, row_loss, update
 from tests.tiny import tiny_target
-from tests.training import MASK, assert_close, drafter_config, gradients, make_drafter, run_of, supervised_row
+from tests.training import (
+    MASK,
+    all_blocks,
+    assert_close,
+    drafter_config,
+    gradients,
+    make_drafter,
+    run_of,
+    supervised_row,
+)
 
 
 def released(hidden_size: int, intermediate_size: int, vocab_size: int, target_layers: int) -> DrafterConfig:
@@ -297,3 +307,46 @@ def test_layer_types_causality_and_windows_resolve_as_the_fields_say():
     assert drafter_config().layer_types == (FULL, FULL)
     assert drafter_config(sliding_window=8).layer_types == (SLIDING, SLIDING)
     assert drafter_config().is_causal is False
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "validation"])
+def test_a_compiled_layer_with_bf16_copies_is_the_plain_layer(grad):
+    """With gradients and without: torch traces a custom product in two ways."""
+    torch._dynamo.reset()
+    drafter = make_drafter(drafter_config(num_layers=1))
+    copied = make_drafter(drafter_config(num_layers=1))
+    copied.use_gpu(torch.bfloat16, compiled=False)
+    compiled = torch.compile(Layer.forward, fullgraph=True, dynamic=False, backend="aot_eager")
+    config, generator = drafter.config, torch.Generator().manual_seed(0)
+    row = supervised_row([[True] * 9, [True] * 7])
+    blocks = all_blocks(row, config.block_size)
+    attend = make_attend("dense", blocks, config)
+    ropes = [rotary(p, config.head_dim, 1e4) for p in (blocks.positions_NB.flatten(), row.positions)]
+    x, ctx = (torch.randn(n, 64, generator=generator).bfloat16() for n in (blocks.valid_NB.numel(), 16))
+    with torch.set_grad_enabled(grad):
+        ours = compiled(copied.layers[0], x, ctx, *ropes, attend)
+        plain = Layer.forward(drafter.layers[0], x, ctx, *ropes, attend)
+        assert torch.equal(ours, plain)
+    if grad:
+        ours.float().square().sum().backward()
+        plain.float().square().sum().backward()
+        for (name, p), q in zip(copied.named_parameters(), drafter.parameters(), strict=True):
+            if q.grad is not None:
+                assert (p.grad - q.grad).norm() <= 1e-2 * q.grad.norm(), name
+
+
+def test_copies_follow_an_update_and_a_loaded_checkpoint():
+    drafter = make_drafter(drafter_config(num_layers=1))
+    drafter.use_gpu(torch.bfloat16, compiled=False)
+    other = make_drafter(drafter_config(num_layers=1), seed=2)
+    drafter.load_state_dict(other.state_dict())
+    assert all(torch.equal(w.copy, w.weight.bfloat16()) for w in drafter.linears())
+    attn = drafter.layers[0].self_attn
+    assert torch.equal(attn.kv_copy, torch.cat((attn.k_proj.weight, attn.v_proj.weight)).bfloat16())
+    optimizer = make_optimizer(drafter, TrainConfig(), torch.device("cpu"))
+    for p in drafter.parameters():
+        p.grad = torch.randn_like(p)
+    before = drafter.fc.copy.clone()
+    update(drafter, optimizer, torch.ones(()), clip=1.0, lr=1e-2)
+    assert not torch.equal(drafter.fc.copy, before)
+    assert all(torch.equal(w.copy, w.weight.bfloat16()) for w in drafter.linears())

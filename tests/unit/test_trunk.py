@@ -115,15 +115,6 @@ def test_sliding_layers_see_their_window_and_no_other_document():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adding_to_the_residual_in_the_next_norm_gives_the_same_taps(family, monkeypatch):
-    row = random_row((20, 3, 25), 64)
-    expected = fused_target(family).taps(row)
-    monkeypatch.setattr(trunk, "RESIDUAL_IN_PRODUCT", False)
-    taps_SC = fused_target(family).taps(row)
-    assert (taps_SC - expected).norm() <= 1e-5 * expected.norm()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_merged_weights_hold_nothing_twice_and_leave_the_stock_model_as_it_was(family):
     model, row = tiny_target(family), random_row((30,), 30)
 

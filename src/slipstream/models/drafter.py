@@ -163,25 +163,30 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.copy is None:
             return F.linear(x, self.weight.to(x.dtype))
-        return _MasterProduct.apply(x, self.copy, self.weight)  # type: ignore[return-value]
+        return _MasterProduct.apply(x, self.copy, self.weight, None)  # type: ignore[return-value]
 
 
 class _MasterProduct(torch.autograd.Function):
-    """x Wᵀ of a working copy; gradients go to its masters, which lie below one another in it, in fp32
-    straight out of one product.
+    """x Wᵀ of a working copy; gradients go to its master, or to the two that lie below one another in it, in
+    fp32 straight out of one product.
+
+    No `*masters`: without gradients torch 2.11 counts a forward's parameters to see whether it wants `ctx`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_PI: Tensor, copy_OI: Tensor, *masters: Tensor) -> Tensor:
+    def forward(ctx: Any, x_PI: Tensor, copy_OI: Tensor, master: Tensor, below: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_PI, copy_OI)
-        ctx.rows = [len(master) for master in masters]
+        ctx.rows = len(master)
         return x_PI @ copy_OI.T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (d_PO,), (x_PI, copy_OI) = grads, ctx.saved_tensors
         d_x = d_PO @ copy_OI if ctx.needs_input_grad[0] else None
-        return d_x, None, *product_fp32(d_PO.T, x_PI).split(ctx.rows)
+        d_OI = product_fp32(d_PO.T, x_PI)
+        if ctx.rows == len(d_OI):
+            return d_x, None, d_OI, None
+        return d_x, None, d_OI[: ctx.rows], d_OI[ctx.rows :]
 
 
 def product_fp32(a: Tensor, b: Tensor) -> Tensor:

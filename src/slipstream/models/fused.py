@@ -1,8 +1,9 @@
 """What a decoder does between its matrix products, as pure functions that one kernel or two can be made of.
 
-trunk.py compiles them on a GPU and calls them as they are on a CPU. Each ends in what the next matrix product
-reads (`Operand`), so that a change of number format costs no kernel of its own. Work is done in fp32, values
-are rounded once, when they are stored. Matrix products, attention and the recurrence are in trunk.py.
+trunk.py calls them as they are on a CPU; on a GPU it compiles them, or takes their equals in
+fused_kernels.py. Each ends in what the next matrix product reads (`Operand`), so that a change of number
+format costs no kernel of its own. Work is done in fp32, values are rounded once, when they are stored. Matrix
+products, attention and the recurrence are in trunk.py.
 
 Shapes: S tokens of a packed row · H hidden size · F MLP width · n heads (nq query, nkv key/value) · D head
 width · R rotated part of it · C convolved columns · W width of the convolution · A value heads of a linear

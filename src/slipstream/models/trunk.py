@@ -2,7 +2,7 @@
 
 Reads the stock model's weights. Projections of one input are merged into one matrix, and the stock modules
 then look at slices of it: nothing is held twice and the stock model works as before. What lies between matrix
-products is in fused.py, on a GPU compiled or by the kernels of fused_kernels.py, and in documents.py (attention,
+products is in fused.py, on a GPU compiled or as kernels of fused_kernels.py, and in documents.py (attention,
 recurrence). Which families this knows is in families.py, the choice between this pass and the stock one in
 target.py, the proof at start-up in selfcheck.py.
 

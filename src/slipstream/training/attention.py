@@ -13,6 +13,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,22 @@ def choose_attention(asked: str, device: torch.device, compiled: bool = True) ->
             "(100 GiB at 8192 × 16384): use flex (or documents to debug without a compiler)"
         )
     return asked
+
+
+SM_90: Any = {
+    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3,
+    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
+    "bwd_num_warps": 4, "bwd_num_stages": 2,
+}  # fmt: skip
+"""Tiles for 16-bit heads of 128 on an H100 or H200, in place of torch's own. On an H200 at 8192 × 16384,
+32/8 heads, four documents: forward 0.55 against 0.62 ms, backward 1.69 against 1.85; the best of five each.
+"""
+
+
+def tiles(q: Tensor) -> Any:
+    """flex's kernel options for these queries; None leaves torch's choice."""
+    known = q.is_cuda and q.shape[-1] == 128 and q.dtype.itemsize == 2
+    return SM_90 if known and torch.cuda.get_device_capability(q.device) == (9, 0) else None
 
 
 def make_attend(kind: str, blocks: Blocks, config: DrafterConfig) -> Attend:
@@ -183,7 +200,7 @@ def fused_only(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, enable_gq
             "attention: torch.compile is switched off in this process, so flex_attention would run dense "
             "(100 GiB at 8192 × 16384): unset TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE and force_eager"
         )
-    out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)
+    out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa, kernel_options=tiles(q))
     assert isinstance(out, Tensor)
     return out
 
