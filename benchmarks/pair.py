@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
         found[f"{name}_target_ms"] = statistics.median(times_ms(lambda: target.taps(four), 8, device))
         found[f"{name}_taps_apart"] = apart
         print(
-            f"{name}: target alone {found[f'{name}_target_ms']:.1f} ms, taps differ from the stock layers' by "
+            f"{name}: target alone {found[f'{name}_target_ms']:.1f} ms, taps differ from stock layers' by "
             + " ".join(f"{d:.2%}" for d in apart),
             flush=True,
         )

@@ -15,12 +15,10 @@ from slipstream.models.drafter import (
     Drafter,
     DrafterConfig,
     Layer,
-    RMSNorm,
     default_heads,
     default_intermediate,
-    rotary,
-    rotate,
 )
+from slipstream.models.parts import RMSNorm, rotary, rotate
 from slipstream.models.target import Target
 from slipstream.training.attention import make_attend
 from slipstream.training.blocks import make_blocks

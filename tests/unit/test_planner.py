@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3MoeConfig
 from benchmarks.workload import Shape
 from slipstream import cli
 from slipstream.config import TrainConfig, UserError
-from slipstream.models.drafter import Drafter, DrafterConfig, Layer, rotary
+from slipstream.models.drafter import Drafter, DrafterConfig, Layer
+from slipstream.models.parts import rotary
 from slipstream.models.sketch import sketch_target
 from slipstream.models.target import Head, Target, default_target_layer_ids, load_target
 from slipstream.system import planner

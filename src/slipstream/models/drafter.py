@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.config import UserError
+from slipstream.models.parts import Linear, MasterProduct, RMSNorm, rotary, rotate
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -137,79 +138,6 @@ def default_intermediate(hidden_size: int) -> int:
     return -(-3 * hidden_size // 256) * 256
 
 
-class RMSNorm(nn.Module):
-    """x · rsqrt(mean(x²) + eps) · w, in fp32, back in x's dtype."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
-
-
-class Linear(nn.Module):
-    """x Wᵀ without bias, computed in x's dtype from an fp32 master; starts with deviation 1/√width_in, which
-    keeps the scale of what passes through.
-    """
-
-    def __init__(self, width_in: int, width_out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width_out, width_in).normal_(std=width_in**-0.5))
-        self.copy: Tensor | None = None
-        """The master in the working dtype (`Drafter.use_gpu`): cast once an update, not in every product."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.copy is None:
-            return F.linear(x, self.weight.to(x.dtype))
-        return _MasterProduct.apply(x, self.copy, self.weight, None)  # type: ignore[return-value]
-
-
-class _MasterProduct(torch.autograd.Function):
-    """x Wᵀ of a working copy; gradients go to its master, or to the two that lie below one another in it, in
-    fp32 straight out of one product.
-
-    No `*masters`: without gradients torch 2.11 counts a forward's parameters to see whether it wants `ctx`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_PI: Tensor, copy_OI: Tensor, master: Tensor, below: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_PI, copy_OI)
-        ctx.rows = len(master)
-        return x_PI @ copy_OI.T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (d_PO,), (x_PI, copy_OI) = grads, ctx.saved_tensors
-        d_x = d_PO @ copy_OI if ctx.needs_input_grad[0] else None
-        d_OI = product_fp32(d_PO.T, x_PI)
-        if ctx.rows == len(d_OI):
-            return d_x, None, d_OI, None
-        return d_x, None, d_OI[: ctx.rows], d_OI[ctx.rows :]
-
-
-def product_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a b with an fp32 result; on CUDA nothing is rounded on the way."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).float()
-
-
-def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., D] in fp32 for integer positions [...]: plain one-dimensional RoPE, whatever the
-    target's.
-    """
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions.float()[..., None] * theta ** (-steps / head_dim)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x_nPD: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
-    x = x_nPD.float()
-    low, high = x.chunk(2, dim=-1)
-    return (x * cos_PD + torch.cat((-high, low), dim=-1) * sin_PD).to(x_nPD.dtype)
-
-
 class Attention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -233,7 +161,7 @@ class Attention(nn.Module):
         if self.kv_copy is None:
             k_PC, v_PC = self.k_proj(x_PH), self.v_proj(x_PH)
         else:
-            kv_PC = _MasterProduct.apply(x_PH, self.kv_copy, self.k_proj.weight, self.v_proj.weight)
+            kv_PC = MasterProduct.apply(x_PH, self.kv_copy, self.k_proj.weight, self.v_proj.weight)
             assert isinstance(kv_PC, Tensor)
             k_PC, v_PC = kv_PC.chunk(2, dim=-1)
         return rotate(self.k_norm(self.split(k_PC)), cos_PD, sin_PD), self.split(v_PC)

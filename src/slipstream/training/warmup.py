@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from slipstream.config import UserError
-from slipstream.models.drafter import DrafterConfig, rotary
+from slipstream.models.drafter import DrafterConfig
+from slipstream.models.parts import rotary
 from slipstream.training.attention import make_attend
 from slipstream.training.blocks import Blocks, draw_anchors, make_blocks
 from slipstream.training.flops import matmul_ceiling
