@@ -10,8 +10,8 @@ loss in the last step, and the step with the optimiser where that is ours. Stead
 moments + persistent copies + one gradient per parameter; all else is above it, the row's taps (0.39 GiB)
 included. The floor is the step's matrix work over the speed of a square bf16 product in the same run.
 
-Every system is a process of its own. All warm up first (compilation; `--lanes` at a time), then each is
-measured while the others hold still. A system that fails is reported and does not stop the others. Which
+Every system is a process of its own, one after the other: it warms up (compilation) and is measured. A
+system that fails or hangs is reported with its last words and does not stop the others. Which
 systems there are: `SYSTEMS` below; `-published` is the released geometry, four sliding layers of 2048
 tokens and a full one (in documents no longer than the window it costs what five full layers cost).
 `--device cpu --tiny` runs the same without a GPU or a compiler. How the peers are run, and what they
@@ -21,6 +21,7 @@ compute that ours does not: peers.py.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import itertools
 import json
 import os
@@ -28,13 +29,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,17 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from benchmarks import peers
-from benchmarks.workload import SEED, TINY, Batch, Shape, System, ceiling_flops, make_batch, times_ms
+from benchmarks.workload import (
+    SEED,
+    TINY,
+    Batch,
+    Shape,
+    System,
+    ceiling_flops,
+    make_batch,
+    sustained_flops,
+    times_ms,
+)
 from slipstream.config import TrainConfig
 from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.target import Head
@@ -132,10 +142,8 @@ class Options:
     tiny: bool = False
     """A shape of a second on a CPU; the shape's own flags are ignored."""
     warmup: int = 4
-    iterations: int = 12
-    lanes: int = 2
-    """Systems that warm up at the same time."""
-    limit: float = 300.0
+    iterations: int = 24
+    limit: float = 240.0
     """Seconds after which a system is given up."""
     profile: bool = False
     """Name the kernels of ours that take longest."""
@@ -202,14 +210,18 @@ def top_kernels(system: System, count: int = 25) -> list[str]:
 
 
 def work(name: str, options: Options) -> None:
-    """A system's process: warm up, say so, wait for a line, measure, say what came out."""
+    """A system's process: warm up, measure, print what came out as the last line of its output."""
+    faulthandler.dump_traceback_later(max(1.0, options.limit - 10), exit=True)  # a hang says where
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the system prints is no answer
     began = time.monotonic()
     device = torch.device(options.device)
     torch.manual_seed(SEED)
     if name == "ceiling":
-        result: dict[str, Any] = {}
+        result: dict[str, Any] = {
+            "tflops": ceiling_flops(device, 256 if options.tiny else 8192) / 1e12,
+            "sustained_tflops": sustained_flops(device, options.tiny) / 1e12,
+        }
     else:
         shape = TINY if options.tiny else options.shape
         if name.endswith(PUBLISHED):
@@ -217,81 +229,46 @@ def work(name: str, options: Options) -> None:
         system = SYSTEMS[name.removesuffix(PUBLISHED)](shape, make_batch(shape, device))
         for _ in range(options.warmup):
             system.step()
-        for _, p in system.trainable:
-            p.grad = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-    warm = time.monotonic() - began
-    print("warm", file=answers, flush=True)
-    sys.stdin.readline()
-    if name == "ceiling":
-        result = {"tflops": ceiling_flops(device, 256 if options.tiny else 8192) / 1e12}
-    else:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        warm = time.monotonic() - began
         result = measure(system, options, device) | {"warm_s": warm}
         if system.update is not None:
             if options.profile and device.type == "cuda":
                 result["kernels"] = top_kernels(system)
             result["with_update_ms"] = measure_with_update(system, options, device)
     print(json.dumps(result), file=answers, flush=True)
+    os._exit(0)  # no compile worker holds the end up
 
 
-@dataclass
-class Worker:
-    name: str
-    process: subprocess.Popen[str]
-    errors: IO[bytes]
-
-    @classmethod
-    def start(cls, name: str) -> Worker:
-        errors = tempfile.TemporaryFile()  # noqa: SIM115 — read when the process has died
-        environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
-        command = [sys.executable, "-m", "benchmarks.drafter_step", *sys.argv[1:], "--worker", name]
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment
-        )
-        return cls(name, process, errors)
-
-    def line(self, limit: float) -> str | None:
-        """Its next answer; None, with its last words printed, if it died or took longer than `limit` s."""
-        assert self.process.stdout is not None
-        alarm = threading.Timer(limit, self.process.kill)
-        alarm.start()
-        answer = self.process.stdout.readline()
-        alarm.cancel()
+def run(name: str, options: Options) -> dict[str, Any] | None:
+    """A system in a process of its own; None, with its last words printed, when it failed."""
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    command = [sys.executable, "-m", "benchmarks.drafter_step", *sys.argv[1:], "--worker", name]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        assert process.stdout is not None
+        answer = process.stdout.readline()
+        code = process.wait()
         if answer:
-            return answer
-        self.process.wait()
-        self.errors.seek(0)
-        words = "\n".join(self.errors.read().decode(errors="replace").strip().splitlines()[-15:])
-        print(f"--- {self.name} failed (exit {self.process.returncode}):\n{words}", flush=True)
-        return None
-
-    def go(self, limit: float) -> dict[str, Any] | None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        answer = self.line(limit)
-        self.process.wait()
-        return json.loads(answer) if answer else None
+            return json.loads(answer)
+        errors.seek(0)
+        words = "\n".join(errors.read().strip().splitlines()[-25:])
+    print(f"--- {name} failed (exit {code}):\n{words}", flush=True)
+    return None
 
 
 def run_all(names: list[str], options: Options) -> dict[str, dict[str, Any]]:
-    """Results by name; a system that failed is missing."""
-    waiting, running, warm = list(names), [], []
-    while waiting or running:
-        while waiting and len(running) < options.lanes:
-            running.append(Worker.start(waiting.pop(0)))
-        worker = running.pop(0)
-        if worker.line(options.limit):
-            print(f"{worker.name}: warm", flush=True)
-            warm.append(worker)
-    results = {}
-    for worker in warm:
-        if result := worker.go(options.limit):
-            results[worker.name] = result
-            print(worker.name, {k: v for k, v in result.items() if k != "kernels"}, flush=True)
+    """Results by name, one system after the other; a system that failed is missing."""
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if result := run(name, options):
+            results[name] = result
+            print(name, {k: v for k, v in result.items() if k != "kernels"}, flush=True)
+            if options.json:  # what is there stays, whatever comes
+                options.json.write_text(
+                    json.dumps({"torch": torch.__version__, "results": results}, indent=1)
+                )
     return results
 
 
@@ -335,7 +312,10 @@ def main() -> None:
     if unknown:
         sys.exit(f"--only: no system {unknown}: choose from {list(SYSTEMS)}, each may end in {PUBLISHED}")
     results = run_all(["ceiling", *options.only], options)
-    ceiling = results.pop("ceiling")["tflops"] * 1e12
+    limits = results.pop("ceiling")
+    ceiling = limits["tflops"] * 1e12
+    burst, sustained = limits["tflops"], limits["sustained_tflops"]
+    print(f"\nsquare products: {burst:.0f} TFLOP/s in a burst, {sustained:.0f} sustained")
     shape = TINY if options.tiny else options.shape
     for name, result in results.items():
         print(
@@ -345,7 +325,7 @@ def main() -> None:
     print(f"\n{table(results, shape.matrix_flop(), ceiling)}")
     if options.json:
         facts = {"shape": dataclasses.asdict(shape), "flop": shape.matrix_flop(), "ceiling": ceiling}
-        facts["torch"], facts["results"] = torch.__version__, results
+        facts |= {"torch": torch.__version__, "limits": limits, "results": results}
         options.json.write_text(json.dumps(facts, indent=1))
     if len(results) < len(options.only):
         sys.exit(1)

@@ -169,3 +169,13 @@ def ceiling_flops(device: torch.device, side: int = SQUARE) -> float:
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     times_ms(lambda: a @ b, 5, device)
     return 2 * side**3 / (1e-3 * statistics.median(times_ms(lambda: a @ b, 20, device)))
+
+
+def sustained_flops(device: torch.device, tiny: bool) -> float:
+    """The same over two seconds without a pause, where a GPU meets its power limit."""
+    side = 256 if tiny else SQUARE
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times_ms(lambda: a @ b, 5, device)
+    return (
+        2 * side**3 / (1e-3 * statistics.median(times_ms(lambda: a @ b, 20 if tiny else 1200, device)[-200:]))
+    )
