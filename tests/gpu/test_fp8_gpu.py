@@ -51,9 +51,11 @@ def test_the_product_is_its_emulation_within_bf16_rounding_and_accumulation(shap
     exact, size = x64 @ w64.T, x64.abs() @ w64.abs().T
     out = fp8_matmul(x8, scale, weight)
     assert (out.dtype, out.shape) == (torch.bfloat16, (shape[0], shape[2]))
-    # half a bf16 step of the result, and fast accumulation: 13 bits of the running sum
-    allowed = exact.abs() * 2.0**-8 + size * 2.0**-12
-    assert ((out.double() - exact).abs() <= allowed).all()
+    # half a bf16 step of the result, and fast accumulation: each product of 32 columns cuts the running sum
+    # to 14 bits, at the worst always the same way
+    apart, cut = (out.double() - exact).abs(), size * 2.0**-14
+    assert (apart <= exact.abs() * 2.0**-8 + cut * max(1, shape[1] // 32)).all()
+    assert apart.mean() <= (exact.abs() * 2.0**-9 + 4 * cut).mean(), "and in the mean far less"
 
 
 def test_zero_and_broken_rows_compiled():
