@@ -5,7 +5,7 @@ PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraint
 # The tested torch. Whether it carries CUDA is up to the package index; TORCH= names another (2.11 and later).
 TORCH ?= torch==2.13.0
 
-.PHONY: install quickstart test lint test-gpu clean
+.PHONY: install quickstart test lint test-gpu bench clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +31,13 @@ test: install
 test-gpu: install
 	$(VENV)/bin/python -m pytest -q -m gpu
 	SLIPSTREAM_TEST_DEVICE=cuda $(VENV)/bin/python -m pytest -q tests/properties
+
+# The true shape on one GPU of 141 GB (docs/performance.md); the peers run beside it where they are installed.
+bench: install
+	mkdir -p runs/bench
+	-$(VENV)/bin/python -m benchmarks.drafter_step --json runs/bench/step.json
+	$(VENV)/bin/python -m benchmarks.target_pass --fp8 --json runs/bench/target.json
+	$(VENV)/bin/python -m benchmarks.pair --fp8 --against runs/bench/step.json --json runs/bench/pair.json
 
 clean:
 	rm -rf $(VENV)

@@ -44,11 +44,11 @@ from torch._dynamo.utils import counters
 from benchmarks import peers
 from benchmarks.workload import (
     SEED,
+    SQUARE,
     TINY,
     Batch,
     Shape,
     System,
-    ceiling_flops,
     make_batch,
     sustained_flops,
     times_ms,
@@ -58,6 +58,7 @@ from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.target import Head
 from slipstream.training.attention import choose_attention, make_attend
 from slipstream.training.blocks import decay_weights, draw_anchors, make_blocks
+from slipstream.training.flops import matmul_ceiling
 from slipstream.training.loss import SlotWeights, block_loss
 from slipstream.training.step import make_optimizer, update
 
@@ -219,7 +220,7 @@ def work(name: str, options: Options) -> None:
     torch.manual_seed(SEED)
     if name == "ceiling":
         result: dict[str, Any] = {
-            "tflops": ceiling_flops(device, 256 if options.tiny else 8192) / 1e12,
+            "tflops": matmul_ceiling(device, side=256 if options.tiny else SQUARE) / 1e12,
             "sustained_tflops": sustained_flops(device, options.tiny) / 1e12,
         }
     else:
@@ -264,7 +265,8 @@ def run_all(names: list[str], options: Options) -> dict[str, dict[str, Any]]:
     for name in names:
         if result := run(name, options):
             results[name] = result
-            print(name, {k: v for k, v in result.items() if k != "kernels"}, flush=True)
+            said = f"{statistics.median(result['ms']):.1f} ms" if "ms" in result else "measured"
+            print(f"{name}: {said}", flush=True)
             if options.json:  # what is there stays, whatever comes
                 options.json.write_text(
                     json.dumps({"torch": torch.__version__, "results": results}, indent=1)

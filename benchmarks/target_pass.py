@@ -32,12 +32,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
 from transformers import logging as transformers_logging
 
-from benchmarks.workload import SEED, ceiling_flops, times_ms
+from benchmarks.workload import SEED, times_ms
 from slipstream.config import UserError
 from slipstream.data.pack import Row
 from slipstream.models.fp8 import fp8_matmul, quantize_rows
 from slipstream.models.selfcheck import tap_health
 from slipstream.models.target import Target, default_target_layer_ids
+from slipstream.training.flops import matmul_ceiling
 
 GIB = 2**30
 KINDS = {
@@ -282,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.profile and device.type == "cuda":
             print_profile(run)
         del run, products
-    ceiling = ceiling_flops(device, 8192 if device.type == "cuda" else 128)
+    ceiling = matmul_ceiling(device, side=8192 if device.type == "cuda" else 128)
     floors["matrix work at the ceiling"] = 1e3 * flop / ceiling
     print(f"bf16 ceiling {ceiling / 1e12:.0f} TFLOP/s, matrix work of a pass {flop / 1e12:.1f} TFLOP")
     for name, ms in floors.items():

@@ -164,15 +164,10 @@ def times_ms(step: Callable[[], object], count: int, device: torch.device) -> li
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
-def ceiling_flops(device: torch.device, side: int = SQUARE) -> float:
-    """FLOP/s of a square bf16 product of random matrices, median of 20: the ceiling of matrix work."""
-    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times_ms(lambda: a @ b, 5, device)
-    return 2 * side**3 / (1e-3 * statistics.median(times_ms(lambda: a @ b, 20, device)))
-
-
 def sustained_flops(device: torch.device, tiny: bool) -> float:
-    """The same over two seconds without a pause, where a GPU meets its power limit."""
+    """FLOP/s of a square bf16 product (training/flops.py measures it in a burst) after two seconds without a
+    pause, where a GPU meets its power limit.
+    """
     side = 256 if tiny else SQUARE
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     times_ms(lambda: a @ b, 5, device)
