@@ -76,7 +76,7 @@ def packed_rows(tokens: int, vocab: int) -> Iterator[Row]:
 
 
 def better_peer(path: Path) -> float | None:
-    """Milliseconds of the fastest peer's step in a file of drafter_step.py; None, said, where there is none."""
+    """Milliseconds of the fastest peer's step in a file of drafter_step.py; None, said, without one."""
     found = json.loads(path.read_text())["results"] if path.exists() else {}
     peers = {n: statistics.median(r["ms"]) for n, r in found.items() if n.startswith(("specu", "specf"))}
     peers = {name: ms for name, ms in peers.items() if not name.endswith("-published")}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream.cli import main
-from slipstream.config import UserError
+from slipstream.config import TrainConfig, UserError
 from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.selfcheck import self_check
 from slipstream.models.target import Head, load_target
@@ -20,6 +20,8 @@ from slipstream.training.attention import (
 )
 from slipstream.training.blocks import decay_weights, draw_anchors, make_blocks
 from slipstream.training.loss import SlotWeights, block_loss, ce_and_slope
+from slipstream.training.step import make_optimizer, update
+from slipstream.training.warmup import graphs_compiled
 from tests.tiny import random_row, tiny_target
 
 triton = pytest.importorskip("triton")
@@ -138,6 +140,37 @@ def test_the_loss_kernel_is_the_formula(rows, vocab, dtype, multiplier, cap):
     assert 0 < correct.sum() < rows
     assert torch.equal(kernel_correct, correct)
     assert (kernel.float() - formula).norm() <= (1e-5 if dtype == torch.float32 else 2**-9) * formula.norm()
+
+
+def test_a_step_and_its_update_never_wait_for_the_device():
+    drafter = Drafter(WINDOW).to(CUDA)
+    drafter.use_gpu(torch.bfloat16, compiled=True)
+    optimizer = make_optimizer(drafter, TrainConfig(), CUDA)
+    head = Head(torch.randn(512, 256, device=CUDA, dtype=torch.bfloat16), None, 1.0, None)
+    weights = SlotWeights(decay_weights(8, 4.0).to(CUDA))
+    taps = torch.randn(512, 512, device=CUDA, dtype=torch.bfloat16)
+    embedding = torch.randn(512, 256, device=CUDA, dtype=torch.bfloat16)
+
+    def step(seed: int) -> None:
+        row = random_row((300 - 20 * seed, 150, 40), 512, seed=seed)
+        blocks = make_blocks(row, draw_anchors(row, 64, (0, 0, seed)), 64, 8, 511).to(CUDA)
+        x = torch.nn.functional.embedding(blocks.input_ids_NB.flatten(), embedding)
+        attend = make_attend("flex", blocks, WINDOW)
+        hidden = drafter(taps, blocks.context_positions_S, x, blocks.positions_NB.flatten(), attend)
+        loss = block_loss(hidden, blocks, head, weights, compiled=True)
+        loss.total.backward()
+        update(drafter, optimizer, loss.weight, clip=1.0, lr=1e-3)
+
+    step(0)
+    step(1)
+    graphs = graphs_compiled()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for seed in range(2, 10):
+            step(seed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert graphs_compiled() == graphs, "other rows compile nothing"
 
 
 def test_fused_attention_does_not_hold_a_matrix_of_queries_by_keys():
