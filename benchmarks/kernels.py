@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from benchmarks.workload import SEED, Shape, make_batch, times_ms
-from slipstream.models.drafter import FULL, DrafterConfig
+from benchmarks.workload import SEED, Shape, equal_documents
+from slipstream.models.drafter import FULL
 from slipstream.models.target import Head
-from slipstream.training import loss_kernel
 from slipstream.training.attention import SM_90, flex_mask
 from slipstream.training.blocks import draw_anchors, make_blocks
+from slipstream.training.flops import times_ms
+from slipstream.training.loss_kernel import ce_and_slope_kernel
 
 CUDA = torch.device("cuda")
 
@@ -61,11 +63,8 @@ def median(call: Callable[[], object]) -> float:
 
 def attention() -> None:
     shape = Shape()
-    row = make_batch(Shape(vocab=1000, hidden=256), CUDA).row
-    config = DrafterConfig(
-        shape.hidden, shape.vocab, shape.layers, shape.heads, shape.kv_heads, shape.head_dim,
-        shape.intermediate, shape.block_size, shape.mask_token_id, (1, 16), 64, shape.rope_theta,
-    )  # fmt: skip
+    config = shape.geometry()
+    row = equal_documents(shape.tokens, shape.documents, shape.vocab)
     anchors = draw_anchors(row, shape.anchors, (SEED, 0, 0))
     mask = flex_mask(make_blocks(row, anchors, shape.anchors, shape.block_size, 0).to(CUDA), config, FULL)
     queries = shape.anchors * shape.block_size
@@ -105,9 +104,9 @@ def loss() -> None:
     raw = (3 * torch.randn(1650, vocab, device=CUDA)).bfloat16()
     labels, head = torch.randint(vocab, (1650,), device=CUDA), Head(raw[:1], None, 1.0, None)
     choices = ((1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8), (8192, 16))
-    for loss_kernel.BLOCK, loss_kernel.WARPS in choices:
-        took = median(lambda: loss_kernel.ce_and_slope_kernel(raw, labels, head))
-        print(f"loss, block {loss_kernel.BLOCK}, {loss_kernel.WARPS} warps {took:7.3f} ms", flush=True)
+    for block, warps in choices:
+        took = median(partial(ce_and_slope_kernel, raw, labels, head, block, warps))
+        print(f"loss, block {block}, {warps} warps {took:7.3f} ms", flush=True)
 
 
 if __name__ == "__main__":

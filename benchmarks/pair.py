@@ -15,31 +15,29 @@ drafter_step.py wrote. `--device cpu --tiny` runs everything without a GPU.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gzip
 import json
 import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.utils import counters
 
-from benchmarks.target_pass import alone, build, differences, packed_row, shape_27b, shape_tiny
-from benchmarks.workload import SEED, times_ms
-from slipstream.config import TrainConfig
+from benchmarks.ours import Drafting
+from benchmarks.target_pass import alone, build, differences, shape_27b, shape_tiny
+from benchmarks.workload import SEED, TINY, Shape, equal_documents, random_row
 from slipstream.data.pack import Row, pack_rows
-from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.target import Target, default_target_layer_ids
-from slipstream.training.attention import choose_attention, make_attend
-from slipstream.training.blocks import decay_weights, draw_anchors, make_blocks
-from slipstream.training.loss import SlotWeights, block_loss
-from slipstream.training.step import make_optimizer, update
+from slipstream.training.flops import times_ms
+from slipstream.training.loss import BlockLoss
+from slipstream.training.warmup import graphs_compiled
 
 GIB = 2**30
 CHATS = Path(__file__).parents[1] / "examples" / "quickstart" / "chats.jsonl.gz"
@@ -55,24 +53,11 @@ def packed_rows(tokens: int, vocab: int) -> Iterator[Row]:
     """Endless rows of random ids in documents as long as real chats, four characters a token."""
     with gzip.open(CHATS, "rt") as lines:
         letters = [sum(len(m["content"]) for m in json.loads(line)["messages"]) for line in lines]
-    lengths = np.maximum(np.array(letters) // 4, 2)
-    packing = pack_rows(lengths, tokens, "truncate")
+    packing = pack_rows(np.maximum(np.array(letters) // 4, 2), tokens, "truncate")
     source = torch.Generator().manual_seed(SEED)
     while True:
         for i in range(len(packing)):
-            spans = [end - start for _, start, end in packing.pieces(i)]
-            used, padding = sum(spans), torch.zeros(tokens - sum(spans), dtype=torch.int64)
-            ids = torch.randint(vocab - 1, (used,), generator=source)
-            owners = torch.arange(len(spans)).repeat_interleave(torch.tensor(spans))
-            positions = torch.cat([torch.arange(n) for n in spans])
-            supervised = torch.cat((torch.ones(used, dtype=torch.bool), padding.bool()))
-            yield Row(
-                i,
-                torch.cat((ids, padding)),
-                torch.cat((positions, padding)),
-                torch.cat((owners, padding - 1)),
-                supervised,
-            )
+            yield random_row([end - start for _, start, end in packing.pieces(i)], tokens, vocab, source)
 
 
 def better_peer(path: Path) -> float | None:
@@ -86,11 +71,132 @@ def better_peer(path: Path) -> float | None:
     return min(peers.values())
 
 
-def documents_alone(model: Any, ids: tuple[int, ...], row: Row) -> Tensor:
-    """Taps of each document by the stock layers alone, on the host."""
-    stock = Target(model, ids, "stock")
-    stock.isolation = "unpacked"
-    return alone(stock, row)
+class Pair:
+    """Target and drafter on one device, reading rows of real lengths."""
+
+    def __init__(self, device: torch.device, tiny: bool) -> None:
+        self.device = device
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        shape = dataclasses.replace(TINY, hidden=64) if tiny else Shape()
+        config = shape_tiny(8) if tiny else shape_27b(64)
+        layers = config.num_hidden_layers
+        self.model = build(config, device, dtype)
+        self.ids = default_target_layer_ids(layers, shape.taps)
+        self.target = Target(self.model, self.ids, "fused")
+        geometry = dataclasses.replace(shape.geometry(), target_layer_ids=self.ids, num_target_layers=layers)
+        geometry.check_against_target(config.hidden_size, config.vocab_size, layers)
+        self.drafting = Drafting(geometry, shape.anchors, self.target.embedding_VH, self.target.head)
+        self.rows = packed_rows(shape.tokens, shape.vocab)
+        self.four = equal_documents(shape.tokens, 4, shape.vocab)
+        self.four_1S = self.four.input_ids[None].to(device)
+        self.read = 0
+        """Rows drafted for so far."""
+
+    def use_fp8(self) -> None:
+        self.target.trunk = None  # its merged weights go as the next one's are made
+        self.target = Target(self.model, self.ids, "fused", fp8=True)
+
+    def draft(self, row: Row, taps_ST: Tensor) -> BlockLoss:
+        """Forward and backward of the drafter."""
+        loss, _ = self.drafting.loss(row, taps_ST)
+        loss.total.backward()
+        self.read += 1
+        return loss
+
+    def forget(self) -> None:
+        self.drafting.drafter.zero_grad(set_to_none=True)
+
+    def plain(self) -> None:
+        """A step without the optimiser."""
+        self.forget()
+        row = next(self.rows)
+        self.draft(row, self.target.taps(row))
+
+    def whole(self) -> Tensor:
+        """A step with it; the loss."""
+        row = next(self.rows)
+        loss = self.draft(row, self.target.taps(row))
+        self.drafting.update(loss.weight)
+        return loss.total.detach() / loss.weight
+
+    def aside(self, stream: torch.cuda.Stream) -> None:
+        """A step without it, the target's pass on a stream of its own."""
+        self.forget()
+        row = next(self.rows)
+        with torch.cuda.stream(stream):
+            taps_ST = self.target.taps(row)
+        torch.cuda.current_stream().wait_stream(stream)
+        taps_ST.record_stream(torch.cuda.current_stream())
+        self.draft(row, taps_ST)
+
+    def documents_alone(self) -> Tensor:
+        """Taps of each of the four documents by the stock layers alone, on the host."""
+        stock = Target(self.model, self.ids, "stock")
+        stock.isolation = "unpacked"
+        return alone(stock, self.four)
+
+    @torch.no_grad()
+    def common(self) -> object:
+        """The whole causal LM, its row one long document."""
+        return self.model(input_ids=self.four_1S, output_hidden_states=True, use_cache=False)
+
+    def median_ms(self, run: Callable[[], object], count: int) -> float:
+        times_ms(run, 2, self.device)
+        return statistics.median(times_ms(run, count, self.device))
+
+
+def train(pair: Pair, steps: int) -> dict[str, Any]:
+    """Steps with the optimiser: their time, its spread, memory and its growth."""
+    on_gpu, held = pair.device.type == "cuda", []
+    losses = torch.zeros(steps, device=pair.device)  # what is kept is there before the first step
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def watched() -> None:
+        losses[len(held)] = pair.whole()
+        held.append(torch.cuda.memory_allocated() if on_gpu else 0)
+
+    times = times_ms(watched, steps, pair.device)
+    later = times[10:] or times
+    assert losses.isfinite().all()
+    assert len(losses.unique()) > len(losses) // 2, "losses do not vary"
+    found = {
+        "steps": steps,
+        "step_ms": statistics.median(later),
+        "spread": (max(later) - min(later)) / statistics.median(later),
+        "deviation": statistics.pstdev(later) / statistics.mean(later),
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else 0.0,
+        "growth_bytes": held[-1] - held[min(9, steps - 1)],
+    }
+    print(
+        f"{steps} steps with the optimiser: {found['step_ms']:.1f} ms, after the tenth from "
+        f"{min(later):.1f} to {max(later):.1f} (deviation {found['deviation']:.2%}), peak "
+        f"{found['peak_gib']:.1f} GiB allocated, {found['reserved_gib']:.1f} reserved, growth "
+        f"{found['growth_bytes']} bytes",
+        flush=True,
+    )
+    return found
+
+
+def compare(pair: Pair, name: str, reference_SC: Tensor) -> dict[str, Any]:
+    """The target alone, its taps against those of the stock layers, and steps without the optimiser."""
+    pair.forget()
+    apart, _ = differences(pair.target.taps(pair.four), reference_SC, len(pair.ids))
+    target_ms = pair.median_ms(lambda: pair.target.taps(pair.four), 8)
+    percent = " ".join(f"{d:.2%}" for d in apart)
+    print(f"{name}: target alone {target_ms:.1f} ms, taps differ from stock layers' by {percent}", flush=True)
+    step_ms = pair.median_ms(pair.plain, 10)
+    print(f"{name}: target and drafter, forward and backward, {step_ms:.1f} ms", flush=True)
+    found = {f"{name}_target_ms": target_ms, f"{name}_taps_apart": apart, f"{name}_ms": step_ms}
+    if pair.device.type == "cuda":
+        step = partial(pair.aside, torch.cuda.Stream())
+        times_ms(step, 2, pair.device)
+        # the mean, from the first event to the last: streams overlap from one step to the next
+        took = found[f"{name}_overlapped_ms"] = statistics.mean(times_ms(step, 10, pair.device))
+        print(f"{name}: the target's pass on a stream of its own, {took:.1f} ms", flush=True)
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,156 +211,33 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)
     peer = better_peer(Path(args.against)) if args.against else None
-    device, tiny = torch.device(args.device), args.tiny
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = shape_tiny(8) if tiny else shape_27b(64)
-    model = build(config, device, dtype)
-    ids = default_target_layer_ids(config.num_hidden_layers, 2 if tiny else 5)
-    target = Target(model, ids, "fused")
-    tokens, anchors, size = (256, 8, 4) if tiny else (8192, 512, 16)
-    geometry = DrafterConfig(
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        num_layers=2 if tiny else 5,
-        num_heads=4 if tiny else 32,
-        num_kv_heads=2 if tiny else 8,
-        head_dim=16 if tiny else 128,
-        intermediate_size=64 if tiny else 17408,
-        block_size=size,
-        mask_token_id=config.vocab_size - 1,
-        target_layer_ids=ids,
-        num_target_layers=config.num_hidden_layers,
-        rope_theta=1e7,
-    )
-    with device:
-        drafter = Drafter(geometry)
-    drafter.use_gpu(dtype, compiled=device.type == "cuda")
-    optimizer = make_optimizer(drafter, TrainConfig(), device)
-    weights = SlotWeights(decay_weights(size, 7.0).to(device))
-    attention = choose_attention("auto", device)
-    rows, losses = packed_rows(tokens, config.vocab_size), []
+    pair = Pair(torch.device(args.device), args.tiny)
 
-    def draft(row: Row, taps_ST: Tensor) -> Tensor:
-        """Forward and backward of the drafter; the summed weight."""
-        chosen = draw_anchors(row, anchors, (SEED, 0, len(losses)))
-        blocks = make_blocks(row, chosen, anchors, size, geometry.mask_token_id).to(device)
-        x_QH = F.embedding(blocks.input_ids_NB.flatten(), target.embedding_VH)
-        attend = make_attend(attention, blocks, geometry)
-        hidden = drafter(taps_ST, blocks.context_positions_S, x_QH, blocks.positions_NB.flatten(), attend)
-        loss = block_loss(hidden, blocks, target.head, weights, device.type == "cuda")
-        loss.total.backward()
-        losses.append((loss.total / loss.weight).detach())
-        return loss.weight
-
-    def plain() -> None:
-        drafter.zero_grad(set_to_none=True)
-        row = next(rows)
-        draft(row, target.taps(row))
-
-    def whole() -> None:
-        row = next(rows)
-        update(drafter, optimizer, draft(row, target.taps(row)), clip=1.0, lr=1e-5)
-
-    def aside(stream: Any) -> Callable[[], None]:
-        def step() -> None:
-            drafter.zero_grad(set_to_none=True)
-            row = next(rows)
-            with torch.cuda.stream(stream):
-                taps_ST = target.taps(row)
-            torch.cuda.current_stream().wait_stream(stream)
-            taps_ST.record_stream(torch.cuda.current_stream())
-            draft(row, taps_ST)
-
-        return step
-
-    whole()
-    losses[-1].item()
+    pair.whole().item()
     found: dict[str, Any] = {"first_step_s": since_launch()}
     print(f"first step done {found['first_step_s']:.1f} s after the launch", flush=True)
-    whole()
-    graphs = counters["stats"]["unique_graphs"]
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    held = []
+    pair.whole()
+    graphs = graphs_compiled()
+    found |= train(pair, args.steps)
 
-    def watched() -> None:
-        whole()
-        held.append(torch.cuda.memory_allocated() if on_gpu else 0)
-
-    times = times_ms(watched, args.steps, device)
-    later = times[10:] or times
-    found |= {
-        "steps": args.steps,
-        "step_ms": statistics.median(later),
-        "spread": (max(later) - min(later)) / statistics.median(later),
-        "deviation": statistics.pstdev(later) / statistics.mean(later),
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
-        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else 0.0,
-        "growth_bytes": held[-1] - held[min(9, len(held) - 1)],
-    }
-    assert all(loss.isfinite() for loss in losses)
-    assert len({float(loss) for loss in losses}) > len(losses) // 2, "losses do not vary"
-    print(
-        f"{args.steps} steps with the optimiser: {found['step_ms']:.1f} ms, after the tenth from "
-        f"{min(later):.1f} to {max(later):.1f} (deviation {found['deviation']:.2%}), peak "
-        f"{found['peak_gib']:.1f} GiB allocated, {found['reserved_gib']:.1f} reserved, growth "
-        f"{found['growth_bytes']} bytes",
-        flush=True,
-    )
-
-    four = packed_row(config, tokens, 4)
-    reference_SC = documents_alone(model, ids, four)
-    ids_1S = four.input_ids[None].to(device)
-
-    @torch.no_grad()
-    def common() -> object:
-        return model(input_ids=ids_1S, output_hidden_states=True, use_cache=False)
-
-    def compare(name: str) -> None:
-        drafter.zero_grad(set_to_none=True)
-        apart, _ = differences(target.taps(four), reference_SC, len(ids))
-        times_ms(lambda: target.taps(four), 2, device)
-        found[f"{name}_target_ms"] = statistics.median(times_ms(lambda: target.taps(four), 8, device))
-        found[f"{name}_taps_apart"] = apart
-        print(
-            f"{name}: target alone {found[f'{name}_target_ms']:.1f} ms, taps differ from stock layers' by "
-            + " ".join(f"{d:.2%}" for d in apart),
-            flush=True,
-        )
-        times_ms(plain, 2, device)
-        found[f"{name}_ms"] = statistics.median(times_ms(plain, 10, device))
-        print(f"{name}: target and drafter, forward and backward, {found[f'{name}_ms']:.1f} ms", flush=True)
-        if on_gpu:
-            step = aside(torch.cuda.Stream())
-            times_ms(step, 2, device)
-            # from the first event to the last: streams overlap from one step to the next
-            took = times_ms(step, 10, device)
-            found[f"{name}_overlapped_ms"] = statistics.mean(took)
-            print(
-                f"{name}: the target's pass on a stream of its own, {statistics.mean(took):.1f} ms",
-                flush=True,
-            )
-
-    times_ms(common, 2, device)
-    found["common_target_ms"] = statistics.median(times_ms(common, 6, device))
-    print(f"common: causal LM with all hidden states {found['common_target_ms']:.1f} ms", flush=True)
-    compare("bf16")
-    late = counters["stats"]["unique_graphs"] - graphs
+    reference_SC = pair.documents_alone()
+    causal_lm = found["common_target_ms"] = pair.median_ms(pair.common, 6)
+    print(f"common: causal LM with all hidden states {causal_lm:.1f} ms", flush=True)
+    names = ["bf16"]
+    found |= compare(pair, "bf16", reference_SC)
+    found["compiled_late"] = graphs_compiled() - graphs
     if args.fp8:
-        target.trunk = None
-        target = Target(model, ids, "fused", fp8=True)
-        times_ms(plain, 1, device)
-        graphs = counters["stats"]["unique_graphs"]  # FP8 has kernels of its own
-        compare("fp8")
-        late += counters["stats"]["unique_graphs"] - graphs
-    found["rows"], found["compiled_late"] = len(losses), late
+        names.append("fp8")
+        pair.use_fp8()
+        times_ms(pair.plain, 1, pair.device)
+        graphs = graphs_compiled()  # FP8 has kernels of its own
+        found |= compare(pair, "fp8", reference_SC)
+        found["compiled_late"] += graphs_compiled() - graphs
+    found["rows"] = pair.read
     print(f"{found['rows']} rows of real lengths, {found['compiled_late']} graphs compiled after the warm-up")
     if peer is not None:
-        causal_lm = found["common_target_ms"]
         found["common_ms"] = causal_lm + peer
-        for name in ("bf16", "fp8") if args.fp8 else ("bf16",):
+        for name in names:
             best = min(found[f"{name}_ms"], found.get(f"{name}_overlapped_ms", float("inf")))
             times = found["common_ms"] / best
             print(f"{name}: {times:.2f}× the common way ({causal_lm:.0f} + {peer:.0f} ms)")

@@ -32,13 +32,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
 from transformers import logging as transformers_logging
 
-from benchmarks.workload import SEED, times_ms
+from benchmarks.workload import SEED, equal_documents
 from slipstream.config import UserError
 from slipstream.data.pack import Row
 from slipstream.models.fp8 import fp8_matmul, quantize_rows
 from slipstream.models.selfcheck import tap_health
 from slipstream.models.target import Target, default_target_layer_ids
-from slipstream.training.flops import matmul_ceiling
+from slipstream.training.flops import matmul_ceiling, times_ms
 
 GIB = 2**30
 KINDS = {
@@ -111,18 +111,6 @@ def build(config: Qwen3_5TextConfig, device: torch.device, dtype: torch.dtype) -
     # its table of frequencies is no parameter: made again, as `to_empty` left it undefined
     decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(device)
     return model
-
-
-def packed_row(config: Qwen3_5TextConfig, tokens: int, documents: int) -> Row:
-    assert tokens % documents == 0, "documents are equal"
-    source, span = torch.Generator().manual_seed(SEED), tokens // documents
-    return Row(
-        row_id=0,
-        input_ids=torch.randint(config.vocab_size, (tokens,), generator=source),
-        positions=torch.arange(span).repeat(documents),
-        documents=torch.arange(documents).repeat_interleave(span),
-        supervised=torch.ones(tokens, dtype=torch.bool),
-    )
 
 
 def alone(target: Target, row: Row) -> Tensor:
@@ -247,7 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / GIB
     print(f"{args.layers} layers, {weights:.1f} GiB of {dtype} in {time.perf_counter() - started:.0f} s")
     ids = default_target_layer_ids(args.layers, 5 if args.layers > 6 else 2)
-    row, bench, taps = packed_row(config, args.tokens, args.documents), Bench(args, device), len(ids)
+    row = equal_documents(args.tokens, args.documents, config.vocab_size)
+    bench, taps = Bench(args, device), len(ids)
 
     stock = Target(model, ids, "stock")
     stock.isolation = "unpacked"

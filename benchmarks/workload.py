@@ -1,21 +1,22 @@
 """What every system of the drafter benchmark is given: the shape, one packed row's data, the floors.
 
-Here: `Shape` and its count of matrix work, `Batch` (the same random data for all), `System` (what is timed),
-the matrix ceiling. Not here: how a system is built (drafter_step.py for ours, peers.py for the others).
+Here: `Shape` and its count of matrix work, random rows, `Batch` (the same data for all), `System` (what is
+timed), the sustained ceiling. Not here: how a system is built (ours.py, peers.py for the others).
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.data.pack import Row
+from slipstream.models.drafter import DrafterConfig
+from slipstream.training.flops import row_flops, times_ms
 
 SEED = 1234
 SQUARE = 8192
@@ -52,26 +53,29 @@ class Shape:
     def mask_token_id(self) -> int:
         return self.vocab - 1
 
-    def drafter_parameters(self) -> int:
-        """Elements of the trainable matrices; norms left out."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        layer = attention + 3 * self.hidden * self.intermediate
-        return self.taps * self.hidden**2 + self.layers * layer
+    def geometry(self) -> DrafterConfig:
+        """The drafter, with taps of the first layers of a target of 64."""
+        return DrafterConfig(
+            hidden_size=self.hidden,
+            vocab_size=self.vocab,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate,
+            block_size=self.block_size,
+            mask_token_id=self.mask_token_id,
+            target_layer_ids=tuple(range(self.taps)),
+            num_target_layers=64,
+            rope_theta=self.rope_theta,
+            layer_types=self.layer_types,
+            sliding_window=self.window if self.sliding_layers else None,
+        )
 
-    def matrix_flop(self) -> float:
-        """Useful matrix work of forward and backward, attention not counted.
-
-        Three products for every matrix (the output, the gradients of input and weight) but: the taps need no
-        gradient, and the head is frozen, so both have two. Slot 0 has no label and is not projected.
-        """
-        queries = self.anchors * self.block_size
-        keys_values = 2 * self.hidden * self.kv_heads * self.head_dim
-        queries_out = 2 * self.hidden * self.heads * self.head_dim
-        block = queries * (queries_out + keys_values + 3 * self.hidden * self.intermediate)
-        layers = 3 * self.layers * (block + self.tokens * keys_values)
-        taps = 2 * self.tokens * self.taps * self.hidden**2
-        head = 2 * self.anchors * (self.block_size - 1) * self.hidden * self.vocab
-        return 2.0 * (layers + taps + head)
+    def matrix_flop(self) -> int:
+        """Useful matrix work of forward and backward (training/flops.py) where every slot has a label."""
+        labels = self.anchors * (self.block_size - 1)
+        return row_flops(self.geometry(), 0).drafter(self.tokens, self.anchors, labels)
 
 
 TINY = Shape(
@@ -97,6 +101,28 @@ class Batch:
         return self.taps_ST.device
 
 
+def random_row(lengths: list[int], tokens: int, vocab: int, source: torch.Generator) -> Row:
+    """Documents of these lengths, random ids but the mask's (the last), all supervised; then padding."""
+    used = sum(lengths)
+    padding = (0, tokens - used)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return Row(
+        row_id=0,
+        input_ids=F.pad(torch.randint(vocab - 1, (used,), generator=source), padding),
+        positions=F.pad(positions, padding),
+        documents=F.pad(documents, padding, value=-1),
+        supervised=torch.arange(tokens) < used,
+    )
+
+
+def equal_documents(tokens: int, documents: int, vocab: int) -> Row:
+    """A full row of equal documents, the same in every process."""
+    assert tokens % documents == 0, "documents are equal"
+    source = torch.Generator().manual_seed(SEED)
+    return random_row([tokens // documents] * documents, tokens, vocab, source)
+
+
 def make_batch(shape: Shape, device: torch.device) -> Batch:
     """Random data, never zero or constant (those run faster), the same for every system."""
     source = torch.Generator(device).manual_seed(SEED)
@@ -104,18 +130,8 @@ def make_batch(shape: Shape, device: torch.device) -> Batch:
     def normal(*size: int, std: float = 1.0) -> Tensor:
         return torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0.0, std, generator=source)
 
-    assert shape.tokens % shape.documents == 0, "documents are equal"
-    span = shape.tokens // shape.documents
-    host = torch.Generator().manual_seed(SEED)
-    row = Row(
-        row_id=0,
-        input_ids=torch.randint(shape.vocab - 1, (shape.tokens,), generator=host),
-        positions=torch.arange(span).repeat(shape.documents),
-        documents=torch.arange(shape.documents).repeat_interleave(span),
-        supervised=torch.ones(shape.tokens, dtype=torch.bool),
-    )
     return Batch(
-        row,
+        equal_documents(shape.tokens, shape.documents, shape.vocab),
         taps_ST=normal(shape.tokens, shape.taps * shape.hidden),
         last_SH=normal(shape.tokens, shape.hidden),
         embedding_VH=normal(shape.vocab, shape.hidden),
@@ -147,23 +163,6 @@ class System:
         return sum(unique.values()) + sum(p.numel() * p.element_size() for _, p in self.trainable)
 
 
-def times_ms(step: Callable[[], object], count: int, device: torch.device) -> list[float]:
-    """Milliseconds of each of `count` steps, queued without a wait between them, by CUDA events."""
-    if device.type != "cuda":
-        marks = [time.perf_counter()]
-        for _ in range(count):
-            step()
-            marks.append(time.perf_counter())
-        return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-
 def sustained_flops(device: torch.device, tiny: bool) -> float:
     """FLOP/s of a square bf16 product (training/flops.py measures it in a burst) after two seconds without a
     pause, where a GPU meets its power limit.
@@ -171,6 +170,5 @@ def sustained_flops(device: torch.device, tiny: bool) -> float:
     side = 256 if tiny else SQUARE
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     times_ms(lambda: a @ b, 5, device)
-    return (
-        2 * side**3 / (1e-3 * statistics.median(times_ms(lambda: a @ b, 20 if tiny else 1200, device)[-200:]))
-    )
+    took = times_ms(lambda: a @ b, 20 if tiny else 1200, device)
+    return 1e3 * 2 * side**3 / statistics.median(took[-200:])

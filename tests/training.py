@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from slipstream.distributed.link import TapFacts
 from slipstream.distributed.placement import Plan
 from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.target import Target
+from slipstream.training.attention import fused_only
 from slipstream.training.blocks import Blocks, anchor_candidates, decay_weights, make_blocks
 from slipstream.training.flops import row_flops
 from slipstream.training.loss import SlotWeights
@@ -141,3 +144,9 @@ def assert_close(ours: Tensor, reference: Tensor, relative: float) -> None:
     """Largest difference against the reference's largest value; exact where the reference is all zero."""
     assert ours.shape == reference.shape
     assert (ours - reference).abs().max() <= relative * reference.abs().max()
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Tensor]:
+    """Flex attention compiled alone, without a layer around it."""
+    return torch.compile(fused_only, fullgraph=True, dynamic=False)

@@ -146,7 +146,7 @@ PATH_MENDS = {
 """The same where the refusal names a file; for any other of these `ANY_PATH`."""
 ANY_PATH = "check this path and the disk under it, or name another"
 LOWER = {
-    "train": "lower --token-budget or --max-anchors",
+    "train": "--plan says what is needed; lower --token-budget or --max-anchors where the target itself fits",
     "cache": "lower --token-budget",
     "eval": "lower --max-new-tokens, or leave the fp32 proof out with --lossless-tokens 0",
 }

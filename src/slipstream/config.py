@@ -165,10 +165,10 @@ class TrainConfig:
     """Block attention: compiled flex (CUDA), dense one document at a time (CPU), or dense (the oracle)."""
     compile: bool = True
     """Compiled layers, loss and flex attention on CUDA; `--no-compile` debugs with dense attention one
-    document at a time.
+    document at a time and the target's stock layers.
     """
     activation_checkpointing: bool = False
-    """Compute each drafter layer again in the backward pass: less memory, a fifth more time."""
+    """Compute each drafter layer again in the backward pass: less memory, more time."""
     dp_pairs: int = 0
     """Pairs of a target GPU and a drafter GPU; 0 chooses by what is there."""
 
@@ -306,6 +306,7 @@ AT_LEAST: dict[str, int] = {
     "max_length": 2, "limit": 1, "block_size": 2, "max_anchors": 1, "max_prompts": 1, "max_new_tokens": 1,
     "temperature": 0, "lossless_tokens": 0,
 }  # fmt: skip
+AT_MOST: dict[str, int] = {"seed": 2**63 - 1, "max_anchors": 2**24, "token_budget": 2**24}
 POSITIVE = ("gamma", "rope_theta", "epochs", "max_minutes", "lr", "clip")
 SHARES = ("warmup", "betas", "dpace_floor", "holdout")
 
@@ -399,6 +400,8 @@ def check_ranges(config: Any) -> None:
                 what = "above 0"
             elif least is not None and v < least:
                 what = f"at least {least}"
+            elif name in AT_MOST and v > AT_MOST[name]:
+                what = f"at most {AT_MOST[name]}"
             elif name in SHARES and not 0 <= v < 1:
                 what = "at least 0 and below 1"
             if what:

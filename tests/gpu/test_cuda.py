@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from slipstream.cli import main
-from slipstream.config import TrainConfig, UserError
+from slipstream.config import UserError
 from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.selfcheck import self_check
-from slipstream.models.target import Head, load_target
+from slipstream.models.target import Head, Target, load_target
 from slipstream.training.attention import (
-    compiled_flex_attention,
     dense_attend,
     flex_attend,
     loud_fallbacks,
@@ -20,9 +19,11 @@ from slipstream.training.attention import (
 )
 from slipstream.training.blocks import decay_weights, draw_anchors, make_blocks
 from slipstream.training.loss import SlotWeights, block_loss, ce_and_slope
-from slipstream.training.step import make_optimizer, update
+from slipstream.training.metrics import SlotMeter
+from slipstream.training.step import make_optimizer, row_loss, update
 from slipstream.training.warmup import graphs_compiled
 from tests.tiny import random_row, tiny_target
+from tests.training import compiled_flex, run_of
 
 triton = pytest.importorskip("triton")
 from slipstream.training.loss_kernel import ce_and_slope_kernel  # noqa: E402
@@ -58,7 +59,7 @@ def test_fused_attention_equals_the_dense_oracle_forward_and_backward(config):
     taps = torch.randn(512, 512, device=CUDA)
     x = torch.randn(64 * 8, 256, device=CUDA)
     grads = []
-    for attend in (flex_attend(blocks, config, compiled_flex_attention()), dense_attend(blocks, config)):
+    for attend in (flex_attend(blocks, config, compiled_flex()), dense_attend(blocks, config)):
         drafter.zero_grad()
         out = drafter(taps, blocks.context_positions_S, x, blocks.positions_NB.flatten(), attend)
         (out * torch.arange(256, device=CUDA)).sum().backward()
@@ -67,16 +68,21 @@ def test_fused_attention_equals_the_dense_oracle_forward_and_backward(config):
         assert (fused - dense).norm() <= 5e-3 * dense.norm()
 
 
-@pytest.mark.parametrize("config", [GEOMETRY, WINDOW, CAUSAL], ids=["full", "window", "causal"])
-def test_compiled_layers_and_loss_equal_the_dense_oracle_in_fp32(config):
+@pytest.mark.parametrize(
+    ("config", "anchors"),
+    [(GEOMETRY, 64), (WINDOW, 64), (CAUSAL, 64), (replace(GEOMETRY, block_size=10), 25)],
+    ids=["full", "window", "causal", "no whole tile"],
+)
+def test_compiled_layers_and_loss_equal_the_dense_oracle_in_fp32(config, anchors):
     """The whole path of a GPU's step against the predicate's dense mask and the plain formulas: 1e-5."""
     row = random_row((300, 150, 40), 512)
-    blocks = make_blocks(row, draw_anchors(row, 64, (0, 0, 0)), 64, 8, 511).to(CUDA)
+    size = config.block_size
+    blocks = make_blocks(row, draw_anchors(row, anchors, (0, 0, 0)), anchors, size, 511).to(CUDA)
     torch.manual_seed(0)
     drafter = Drafter(config).to(CUDA)
     head = Head(torch.randn(512, 256, device=CUDA) / 16, None, 1.0, None)
-    weights = SlotWeights(decay_weights(8, 4.0).to(CUDA))
-    taps, x = torch.randn(512, 512, device=CUDA), torch.randn(64 * 8, 256, device=CUDA)
+    weights = SlotWeights(decay_weights(size, 4.0).to(CUDA))
+    taps, x = torch.randn(512, 512, device=CUDA), torch.randn(anchors * size, 256, device=CUDA)
     results = []
     for compiled in (False, True):
         drafter.zero_grad()
@@ -143,22 +149,22 @@ def test_the_loss_kernel_is_the_formula(rows, vocab, dtype, multiplier, cap):
 
 
 def test_a_step_and_its_update_never_wait_for_the_device():
+    """The loop's own calls: taps of a fused target, noise, loss, sums of the metrics, update."""
+    model = tiny_target("qwen3", hidden_size=256, vocab_size=512, dtype=torch.bfloat16).to(CUDA)
+    target = Target(model, (0, 2))
+    assert target.isolation == "fused"
     drafter = Drafter(WINDOW).to(CUDA)
     drafter.use_gpu(torch.bfloat16, compiled=True)
-    optimizer = make_optimizer(drafter, TrainConfig(), CUDA)
-    head = Head(torch.randn(512, 256, device=CUDA, dtype=torch.bfloat16), None, 1.0, None)
     weights = SlotWeights(decay_weights(8, 4.0).to(CUDA))
-    taps = torch.randn(512, 512, device=CUDA, dtype=torch.bfloat16)
-    embedding = torch.randn(512, 256, device=CUDA, dtype=torch.bfloat16)
+    run = run_of(target, drafter, "flex", weights, max_anchors=64, noise=0.05)
+    run = replace(run, device=CUDA, dtype=torch.bfloat16, compiled=True)
+    optimizer, meter = make_optimizer(drafter, run.config, CUDA), SlotMeter(8, CUDA)
 
     def step(seed: int) -> None:
-        row = random_row((300 - 20 * seed, 150, 40), 512, seed=seed)
-        blocks = make_blocks(row, draw_anchors(row, 64, (0, 0, seed)), 64, 8, 511).to(CUDA)
-        x = torch.nn.functional.embedding(blocks.input_ids_NB.flatten(), embedding)
-        attend = make_attend("flex", blocks, WINDOW)
-        hidden = drafter(taps, blocks.context_positions_S, x, blocks.positions_NB.flatten(), attend)
-        loss = block_loss(hidden, blocks, head, weights, compiled=True)
+        row = random_row((300 - 20 * seed, 150, 40), 512, vocab_size=511, seed=seed)
+        loss, blocks = row_loss(run, row, run.taps, (0, 0, seed), run.config.noise, check_taps=False)
         loss.total.backward()
+        meter.add(loss, blocks, int(row.supervised.sum()))
         update(drafter, optimizer, loss.weight, clip=1.0, lr=1e-3)
 
     step(0)
@@ -171,12 +177,13 @@ def test_a_step_and_its_update_never_wait_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert graphs_compiled() == graphs, "other rows compile nothing"
+    assert meter.read()["blocks"] > 0
 
 
 def test_fused_attention_does_not_hold_a_matrix_of_queries_by_keys():
     row = random_row((2048,) * 4, 8192)
     blocks = make_blocks(row, draw_anchors(row, 1024, (0, 0, 0)), 1024, 8, 511).to(CUDA)
-    attend = flex_attend(blocks, GEOMETRY, compiled_flex_attention())
+    attend = flex_attend(blocks, GEOMETRY, compiled_flex())
     q = torch.randn(4, 8192, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     kv = [torch.randn(2, 8192, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
     torch.cuda.reset_peak_memory_stats()
@@ -189,7 +196,7 @@ def test_fused_attention_does_not_hold_a_matrix_of_queries_by_keys():
 def test_uncompiled_flex_is_refused_not_run_dense():
     row = random_row((300,), 512)
     blocks = make_blocks(row, draw_anchors(row, 16, (0, 0, 0)), 16, 8, 511).to(CUDA)
-    attend = flex_attend(blocks, GEOMETRY, compiled_flex_attention())
+    attend = flex_attend(blocks, GEOMETRY, compiled_flex())
     q = torch.randn(4, 128, 64, device=CUDA)
     ctx, blk = torch.randn(2, 512, 64, device=CUDA), torch.randn(2, 128, 64, device=CUDA)
     with torch.compiler.set_stance("force_eager"), pytest.raises(UserError, match="would run dense"):

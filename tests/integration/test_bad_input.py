@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from slipstream import cli
@@ -339,6 +340,16 @@ def test_a_recorded_row_that_is_cut_ends_the_run_by_its_name(world, tmp_path, re
         os.truncate(path, path.stat().st_size - 9)
     arguments = world.train(tmp_path / "run", "--taps-dir", str(tmp_path / "taps"))
     refused(arguments, f"{tmp_path / 'taps' / 'train'}/row_00000", "cannot be read", "slipstream cache")
+
+
+def test_recorded_taps_that_went_dead_end_the_run_by_their_row(world, tmp_path, refused):
+    assert cli.main(world.cache(tmp_path / "taps")) == 0
+    for path in (tmp_path / "taps" / "train").iterdir():
+        taps = load_file(path)["taps"]
+        taps[:, 64:] = 0
+        save_file({"taps": taps}, path)
+    arguments = world.train(tmp_path / "run", "--taps-dir", str(tmp_path / "taps"))
+    refused(arguments, "row ", "the target's features are tap 2 of 2 is all zero at")
 
 
 # ---- a drafter for another target ----

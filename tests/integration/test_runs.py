@@ -6,6 +6,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from slipstream import cli
@@ -123,3 +124,24 @@ def test_another_attention_is_another_run(world, tmp_path, capfd):
     assert cli.main(world.train(run)) == 0
     assert cli.main(world.train(run, "--attention", "dense")) == 2
     assert "another attention" in capfd.readouterr().err
+
+
+def test_a_run_that_ended_before_its_first_step_may_start_again_with_other_settings(
+    world, tmp_path, monkeypatch
+):
+    """Out of memory in the warm-up: the settings that the error offers are taken by the same command."""
+    run = tmp_path / "run"
+
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slipstream.training.loop.train", full)
+        patch.setattr(
+            "slipstream.system.planner.explain_out_of_memory", lambda run: "would fit: --max-anchors 8"
+        )
+        assert cli.main(world.train(run, "--max-steps", "3", "--max-anchors", "16")) == 2
+    assert (run / "config.yaml").exists()
+    assert cli.main(world.train(run, "--max-steps", "3", "--max-anchors", "8")) == 0
+    assert "max_anchors: 8" in (run / "config.yaml").read_text()
+    assert cli.main(world.train(run, "--max-steps", "3", "--max-anchors", "16")) == 2, "now it holds a run"

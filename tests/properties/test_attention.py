@@ -22,7 +22,6 @@ from slipstream.models.target import Head, Target
 from slipstream.training import attention as attention_module
 from slipstream.training import loop
 from slipstream.training.attention import (
-    compiled_flex_attention,
     dense_attend,
     dense_mask,
     documents_attend,
@@ -42,6 +41,7 @@ from tests.training import (
     MASK,
     all_blocks,
     assert_close,
+    compiled_flex,
     documents,
     drafter_config,
     gradients,
@@ -204,7 +204,7 @@ def test_the_compiled_kernel_is_dense_attention():
     blocks = all_blocks(row, 4, spare=2)
     drafter = make_drafter(config_of(None))
     dense, _, _ = drafted(drafter, row, blocks, dense_attend)
-    fused, _, _ = drafted(drafter, row, blocks, lambda b, c: flex_attend(b, c, compiled_flex_attention()))
+    fused, _, _ = drafted(drafter, row, blocks, lambda b, c: flex_attend(b, c, compiled_flex()))
     assert_close(fused, dense, 1e-5)
 
 
@@ -406,7 +406,3 @@ def test_the_perturbation_tells_a_target_that_runs_its_documents_together(monkey
     monkeypatch.setattr(target, "isolation", "packed")  # a mask does not isolate linear attention
     changed, anchors = influence(target, make_drafter(config_of(False)), "documents")
     assert (changed & ~expected_influence(anchors)).any()
-
-
-def test_compiled_flex_attention_is_made_once():
-    assert compiled_flex_attention() is compiled_flex_attention()

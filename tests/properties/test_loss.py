@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from slipstream.models.target import Head
 from slipstream.training import loss as loss_module
@@ -247,3 +248,14 @@ def test_in_bf16_the_loss_is_that_of_the_bf16_logits_reduced_in_fp32():
     assert hidden.grad is not None
     assert reference.grad is not None
     assert_close(hidden.grad.float(), reference.grad, 2e-2)
+
+
+def test_without_gradients_the_second_product_is_left_out_and_the_loss_is_the_same():
+    blocks, head = some_blocks(), make_head()
+    with FlopCounterMode(display=False) as training:
+        trained = block_loss(hidden_of(blocks), blocks, head, WEIGHTS["decay"])
+    with FlopCounterMode(display=False) as validating, torch.no_grad():
+        validated = block_loss(hidden_of(blocks), blocks, head, WEIGHTS["decay"])
+    assert torch.equal(trained.total.detach(), validated.total)
+    assert torch.equal(trained.ce, validated.ce)
+    assert training.get_total_flops() == 2 * validating.get_total_flops() > 0

@@ -11,6 +11,7 @@ import yaml
 
 from slipstream.config import (
     AT_LEAST,
+    AT_MOST,
     POSITIVE,
     REQUIRED,
     SHARES,
@@ -148,6 +149,14 @@ def test_a_number_out_of_its_range_is_refused_by_its_flag_and_the_bound_itself_i
         for wrong in (outside, float("nan"), float("inf"), *([1] if name in SHARES else [])):
             with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} .*: must be "):
                 check(cls, wrong)
+
+
+@pytest.mark.parametrize("name", AT_MOST)
+def test_a_number_above_its_bound_is_refused_by_its_flag(name):
+    for cls in (c for c in CONFIGS if name in {f.name for f in dataclasses.fields(c)}):
+        check_ranges(cls(**{name: AT_MOST[name]}))
+        with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} .*: must be at most "):
+            check_ranges(cls(**{name: AT_MOST[name] + 1}))
 
 
 def test_gamma_follows_the_paper_and_is_never_below_one():

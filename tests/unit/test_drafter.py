@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from slipstream.config import TrainConfig, UserError, default_gamma
 from slipstream.models import drafter as drafter_module
@@ -34,6 +35,8 @@ from tests.training import (
     run_of,
     supervised_row,
 )
+
+PIECES = (Drafter.context, Layer.forward, RMSNorm.forward)
 
 
 def released(hidden_size: int, intermediate_size: int, vocab_size: int, target_layers: int) -> DrafterConfig:
@@ -333,6 +336,24 @@ def test_a_compiled_layer_with_bf16_copies_is_the_plain_layer(grad):
                 assert (p.grad - q.grad).norm() <= 1e-2 * q.grad.norm(), name
 
 
+@torch.no_grad()
+def test_a_block_is_drafted_in_the_dtype_of_the_copies():
+    copied, rounded = make_drafter(drafter_config()), make_drafter(drafter_config())
+    copied.use_gpu(torch.bfloat16, compiled=False)
+    for linear in rounded.linears():
+        linear.bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    taps, x = (torch.randn(n, width, generator=generator) for n, width in ((9, 3 * 64), (5, 64)))
+    drafts = []
+    for drafter in (copied, rounded):
+        cache = drafter.new_context(20)
+        for part in taps.split(6):
+            drafter.extend_context(cache, part)
+        drafts.append(drafter.draft(cache, x))
+        assert {t.dtype for t in (*cache.keys, *cache.values, drafts[-1])} == {torch.bfloat16}
+    assert torch.equal(*drafts)
+
+
 def test_copies_follow_an_update_and_a_loaded_checkpoint():
     drafter = make_drafter(drafter_config(num_layers=1))
     drafter.use_gpu(torch.bfloat16, compiled=False)
@@ -348,3 +369,32 @@ def test_copies_follow_an_update_and_a_loaded_checkpoint():
     update(drafter, optimizer, torch.ones(()), clip=1.0, lr=1e-2)
     assert not torch.equal(drafter.fc.copy, before)
     assert all(torch.equal(w.copy, w.weight.bfloat16()) for w in drafter.linears())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_checkpointed_layers_give_the_same_gradients_to_the_last_bit_and_no_graph_more(compiled):
+    config = drafter_config()
+    row = supervised_row([[True] * 9, [True] * 7])
+    blocks = all_blocks(row, config.block_size)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(blocks.valid_NB.numel(), 64, generator=generator).bfloat16()
+    taps = torch.randn(16, 3 * 64, generator=generator).bfloat16()
+    found = []
+    for checkpointed in (False, True):
+        torch._dynamo.reset()
+        drafter, counter = make_drafter(config), CompileCounterWithBackend("aot_eager")
+        drafter.use_gpu(torch.bfloat16, compiled=False)
+        if compiled:
+            drafter._compiled = drafter_module._Compiled(
+                *(torch.compile(f, fullgraph=True, dynamic=False, backend=counter) for f in PIECES)
+            )
+        drafter.checkpoint_layers = checkpointed
+        for _ in range(2):
+            drafter.zero_grad()
+            attend = make_attend("dense", blocks, config)
+            out = drafter(taps, row.positions, x, blocks.positions_NB.flatten(), attend)
+            out.float().square().sum().backward()
+        found.append((gradients(drafter), counter.frame_count))
+    (plain, graphs), (checkpointed, graphs_too) = found
+    assert graphs == graphs_too
+    assert all(torch.equal(grad, checkpointed[name]) for name, grad in plain.items())

@@ -16,6 +16,7 @@ from slipstream.models import fp8
 from slipstream.models.fp8 import (
     E4M3,
     dequantise,
+    dequantised_weights,
     fits_fp8,
     fp8_blocks,
     fp8_matmul,
@@ -207,8 +208,29 @@ def test_scales_that_are_missing_or_of_another_grid_are_refused_by_name(tmp_path
         load(tmp_path / "fp8")
 
 
+@pytest.mark.parametrize("index", ["{}", "[]", "{", "7", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
+def test_a_broken_index_of_an_fp8_checkpoint_is_refused_in_one_line(index, tmp_path):
+    tiny_target("qwen3", tmp_path / "plain", dtype=torch.bfloat16)
+    write_fp8(tmp_path / "plain", tmp_path / "fp8", (32, 32))
+    (tmp_path / "fp8" / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"index\.json: names no files of weights: fetch") as e:
+        load_target(str(tmp_path / "fp8"), None, 2, CPU, torch.bfloat16)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("shape", [(), (64,), (2, 64, 64)], ids=str)
+def test_an_fp8_tensor_that_is_no_matrix_is_refused_by_name(shape, tmp_path):
+    stored = {"a.weight": torch.ones(shape).to(E4M3), "a.weight_scale_inv": torch.ones(2, 2)}
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"FP8 tensor a.weight \[.*\]: no matrix, .* in bf16"):
+        dequantised_weights(tmp_path, (32, 32), torch.bfloat16)
+
+
 @pytest.mark.parametrize(
-    "change", [{"weight_block_size": None}, {"fmt": "e5m2"}, {"scale_fmt": "ue8m0"}], ids=str
+    "change",
+    [{"fmt": "e5m2"}, {"scale_fmt": "ue8m0"}]
+    + [{"weight_block_size": block} for block in (None, [], [32], 128, "32", [0, 32], [-32, 32], [1.5, 2])],
+    ids=str,
 )
 def test_other_kinds_of_fp8_are_refused_in_one_line(change, tmp_path):
     tiny_target("qwen3", tmp_path / "plain")

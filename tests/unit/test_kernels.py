@@ -79,6 +79,53 @@ def test_a_home_on_a_network_or_not_to_be_written_is_not_used(tmp_path, monkeypa
     assert instead.stat().st_mode & 0o777 == 0o700
 
 
+def test_without_a_home_kernels_are_kept_in_the_temporary_folder_and_relative_folders_are_not_used(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(caches.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    instead = tmp_path / f"slipstream-{os.getuid()}"
+    placed = place_caches({}, key="k")
+    assert placed.variables[INDUCTOR_CACHE] == f"{instead}/kernels/k/rank0/inductor"
+    assert placed.notes == (f"caches: HOME names no folder: kernels are kept in {instead} instead",)
+    placed = place_caches({"XDG_CACHE_HOME": "rel", "HOME": str(tmp_path / "h")}, key="k")
+    assert placed.variables[TRITON_CACHE].startswith(f"{tmp_path}/h/.cache/slipstream/")
+    assert placed.notes == ("caches: XDG_CACHE_HOME=rel is relative: not used",)
+    assert len(place_caches({"XDG_CACHE_HOME": "rel", "HOME": "h"}, key="k").notes) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["h", instead.name]
+
+
+@pytest.mark.parametrize("planted", ["link", "folder others can fill", "file"])
+def test_what_was_planted_in_the_temporary_directory_is_not_trusted(tmp_path, monkeypatch, planted):
+    monkeypatch.setattr(caches.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(caches.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "fresh"))
+    shared = tmp_path / f"slipstream-{os.getuid()}"
+    if planted == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        shared.symlink_to(tmp_path / "elsewhere")
+    elif planted == "file":
+        shared.write_text("")
+    else:
+        shared.mkdir()
+        shared.chmod(0o770)
+    assert place_caches({}, key="k").variables[TRITON_CACHE].startswith(f"{tmp_path}/fresh/")
+    if planted == "folder others can fill":
+        shared.chmod(0o750)
+        assert place_caches({}, key="k").variables[TRITON_CACHE].startswith(f"{shared}/")
+
+
+def test_the_gpu_is_asked_for_only_where_the_drivers_folder_is_absent(tmp_path, monkeypatch):
+    smi, asked = tmp_path / "nvidia-smi", tmp_path / "asked"
+    smi.write_text(f"#!/bin/sh\necho x >> {asked}\necho NVIDIA L4\n")
+    smi.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "gpus").mkdir()
+    assert caches.machine_key(tmp_path / "gpus").startswith("cpu-torch")
+    assert not asked.exists()
+    assert caches.machine_key(tmp_path / "absent").startswith("NVIDIA_L4-torch")
+    assert asked.exists()
+
+
 def test_a_folder_somebody_else_made_in_the_temporary_directory_is_not_trusted(tmp_path, monkeypatch):
     monkeypatch.setattr(caches.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(caches.os, "getuid", lambda: 12345)
@@ -159,9 +206,25 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in root.rglob("*") if p.is_file() and "quarantine" not in p.parts}
 
 
+def folder_for(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
 BREAKS = {
     "group cut short": (lambda e: truncate(e / "__grp__k.json", 20), "__grp__k.json is no JSON"),
     "group empty": (lambda e: truncate(e / "__grp__k.json", 0), "__grp__k.json is empty"),
+    "group a list": (lambda e: (e / "__grp__k.json").write_text("[]"), "__grp__k.json is no JSON object"),
+    "group of a list": (
+        lambda e: (e / "__grp__k.json").write_text('{"child_paths": ["k.json"]}'),
+        "__grp__k.json lists no files",
+    ),
+    "group of numbers": (
+        lambda e: (e / "__grp__k.json").write_text('{"child_paths": {"k.json": 1}}'),
+        "k.json is missing",
+    ),
+    "group a folder": (lambda e: folder_for(e / "__grp__k.json"), "__grp__k.json is no file"),
+    "metadata a list": (lambda e: (e / "k.json").write_text("[]"), "k.json is no JSON object"),
     "metadata cut short": (lambda e: truncate(e / "k.json", 7), "k.json is no JSON"),
     "cubin missing": (lambda e: (e / "k.cubin").unlink(), "k.cubin is missing"),
     "metadata missing": (lambda e: (e / "k.json").unlink(), "k.json is missing"),
@@ -202,6 +265,20 @@ def test_a_cache_that_is_whole_empty_or_not_there_says_nothing(cache):
     assert not (cache / "quarantine").exists()
 
 
+def test_an_entry_that_resists_is_named_and_the_others_are_still_looked_at(cache):
+    put_kernel("WHOLE")
+    for i in range(5):
+        BREAKS["group empty"][0](put_kernel(f"BROKEN{i}"))
+    for name in ("A", "Z"):
+        (cache / name).symlink_to(name)
+    moved, stuck = sweep(cache, None)
+    assert moved.startswith("cache: 5 broken entries set aside in ")
+    assert stuck.startswith(f"cache: 2 broken entries cannot be read or set aside in {cache}: ")
+    assert "Z: Too many levels of symbolic links" in stuck
+    assert stuck.endswith(": move by hand")
+    assert sorted(p.name for p in cache.iterdir()) == ["A", "WHOLE", "Z", "quarantine"]
+
+
 def test_many_broken_entries_make_one_line(cache):
     for i in range(5):
         BREAKS["group empty"][0](put_kernel(f"K{i}"))
@@ -210,15 +287,17 @@ def test_many_broken_entries_make_one_line(cache):
     assert line.endswith(" and 2 more")
 
 
-def test_what_breaks_later_is_a_miss_and_said(cache, caplog):
+@pytest.mark.parametrize("how", ["group cut short", "group a list", "group of a list", "group a folder"])
+def test_what_breaks_later_is_a_miss_and_said(cache, caplog, how):
     kernels.heal_triton_cache()
     kernels.heal_triton_cache()
     entry = put_kernel("LATER")
     assert set(FileCacheManager("LATER").get_group("k.json") or ()) == {"k.ttir", "k.cubin", "k.json"}
-    BREAKS["group cut short"][0](entry)
+    hurt, fault = BREAKS[how]
+    hurt(entry)
     with caplog.at_level(logging.WARNING):
         assert FileCacheManager("LATER").get_group("k.json") is None
-    assert "LATER: __grp__k.json is no JSON" in caplog.text
+    assert f"LATER: {fault}" in caplog.text
     put_kernel("LATER")
     assert FileCacheManager("LATER").get_group("k.json")
     truncate(put_alone("TUNED", "k.autotune.json", '{"a": 1}') / "k.autotune.json", 3)

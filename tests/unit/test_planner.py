@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3MoeConfig
 
-from benchmarks.workload import Shape
 from slipstream import cli
 from slipstream.config import TrainConfig, UserError
 from slipstream.models.drafter import Drafter, DrafterConfig, Layer
@@ -46,7 +45,6 @@ from slipstream.training.flops import (
     RowFlops,
     expected_seconds,
     matmul_ceiling,
-    mfu,
     row_flops,
     step_flops,
     target_layers,
@@ -54,6 +52,7 @@ from slipstream.training.flops import (
 from slipstream.training.loss import SlotWeights, block_loss
 from tests import training
 from tests.fixtures_data import byte_tokenizer, chat, write_jsonl
+from tests.fp8_files import quantization, set_config
 from tests.tiny import random_row, tiny_target
 
 CPU = torch.device("cpu")
@@ -303,7 +302,6 @@ def test_a_run_that_ran_out_of_memory_is_explained_by_its_own_shapes(monkeypatch
 def test_a_full_row_of_the_true_shape_is_124_5_tflop_for_the_drafter(true_target):
     work = row_flops(TRUE, sum(true_target.layers))
     assert work.drafter(8192, 512, 512 * 15) == pytest.approx(124.5e12, rel=1e-3)
-    assert work.drafter(8192, 512, 512 * 15) == Shape().matrix_flop()
     # 496 ms were measured for the products of the target's pass, at 785 TFLOP/s
     assert work.target(8192) == pytest.approx(0.496 * 785e12, rel=0.02)
 
@@ -350,10 +348,9 @@ def test_of_experts_those_a_token_is_sent_to_are_counted():
     assert target_layers(target) == [attention + router + 2 * expert] * 2
 
 
-def test_mfu_is_useful_work_over_time_and_a_ceiling_that_is_measured():
+def test_the_ceilings_are_measured():
     ceiling = matmul_ceiling(CPU, torch.float32, side=128)
     assert 1e8 < ceiling < 1e15
-    assert mfu(2e12, 0.5, 8e12) == 0.5
     assert expected_seconds(3e12, 4e12, "cuda") == pytest.approx(1.0)
 
 
@@ -378,6 +375,46 @@ def test_a_sketch_refuses_what_is_no_causal_model(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "vit", "num_hidden_layers": 4}')
     with pytest.raises(UserError, match="cannot make this target"):
         sketch_target(TrainConfig(target_model=str(tmp_path), taps=1), CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("gemma3", {"target_pass": "fused"}),
+        ("gemma3", {"target_fp8": True}),
+        ("gemma3", {"target_pass": "stock", "target_fp8": True}),
+        ("llama", {"target_pass": "stock", "target_fp8": True}),
+    ],
+)
+def test_a_sketch_refuses_a_pass_in_the_words_in_which_loading_does(tmp_path, family, flags):
+    path = tiny_target(family, tmp_path)
+    config = TrainConfig(target_model=path, taps=2, **flags)
+    with pytest.raises(UserError) as loading:
+        load_target(path, None, 2, CPU, torch.float32, config.target_pass, config.target_fp8)
+    with pytest.raises(UserError) as sketching:
+        sketch_target(config, CPU, torch.float32)
+    assert str(sketching.value) == str(loading.value)
+
+
+def test_a_sketch_refuses_an_fp8_checkpoint_that_cannot_be_read(tmp_path):
+    path = tiny_target("qwen3", tmp_path)
+    set_config(tmp_path, {"quantization_config": {**quantization((32, 32)), "weight_block_size": None}})
+    with pytest.raises(UserError, match="FP8 weights of kind"):
+        sketch_target(TrainConfig(target_model=path, taps=2), CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "isolation", "why"),
+    [
+        ("qwen3", {}, "fused", None),
+        ("qwen3", {"target_pass": "stock"}, "packed", None),
+        ("gemma3", {}, "packed", "gemma3_text is not among the families that the fused pass knows"),
+    ],
+)
+def test_a_sketch_for_a_gpu_chooses_the_pass_without_one(tmp_path, family, flags, isolation, why):
+    config = TrainConfig(target_model=tiny_target(family, tmp_path), taps=2, **flags)
+    sketch = sketch_target(config, torch.device("cuda"), torch.bfloat16)
+    assert (sketch.isolation, sketch.why_stock) == (isolation, why)
 
 
 def test_plan_tells_memory_and_time_without_reading_a_weight(tmp_path, capfd):

@@ -25,11 +25,12 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from slipstream.config import TrainConfig, UserError
 from slipstream.data.chat import Document
 from slipstream.data.pack import Row, make_row, pack_rows
-from slipstream.models.drafter import Drafter
+from slipstream.models.drafter import Drafter, Layer
+from slipstream.models.parts import RMSNorm
 from slipstream.models.target import Target
 from slipstream.training import attention as attention_module
 from slipstream.training import loop, step
-from slipstream.training.attention import choose_attention, compiled_flex_attention, fused_only, make_attend
+from slipstream.training.attention import choose_attention, fused_only, make_attend
 from slipstream.training.blocks import Blocks, add_noise, draw_anchors, make_blocks
 from slipstream.training.metrics import Display
 from slipstream.training.run import Rows
@@ -403,27 +404,16 @@ def test_bug_6_flex_runs_through_the_compiled_kernel(monkeypatch):
     assert len(used) == run.drafter.config.num_layers
 
 
-def test_bug_6_the_kernel_is_compiled_whole_and_for_fixed_shapes(monkeypatch):
+def test_bug_6_layers_are_compiled_whole_and_for_fixed_shapes(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda f, **options: asked.append((f, options)) or f)
-    compiled_flex_attention.__wrapped__()
-    assert asked == [(fused_only, {"fullgraph": True, "dynamic": False})]
+    tiny_run().drafter.use_gpu(torch.float32, compiled=True)
+    assert [f for f, _ in asked] == [Drafter.context, Layer.forward, RMSNorm.forward]
+    assert all(options == {"fullgraph": True, "dynamic": False} for _, options in asked)
 
 
 def some_qkv() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(1, 2, 16, 8), torch.randn(1, 2, 16, 8), torch.randn(1, 2, 16, 8)
-
-
-def test_bug_6_an_uncompiled_flex_attention_raises_once_the_guard_is_there(monkeypatch):
-    """torch's own warning, made an error: for whoever calls flex_attention beside the drafter."""
-    monkeypatch.setattr(flex_module, "_WARNINGS_SHOWN", set())
-    with pytest.warns(UserWarning, match="called without torch.compile"):
-        flex_module.flex_attention(*some_qkv())  # without the guard: dense and a warning, once
-    monkeypatch.setattr(flex_module, "_WARNINGS_SHOWN", set())
-    compiled_flex_attention.cache_clear()
-    compiled_flex_attention()
-    with pytest.raises(UserWarning, match=r"called without torch\.compile"):
-        flex_module.flex_attention(*some_qkv())
 
 
 def test_bug_6_the_drafter_s_flex_never_runs_dense_even_where_torch_has_ceased_to_warn(monkeypatch):

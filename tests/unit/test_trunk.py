@@ -105,10 +105,8 @@ def test_sliding_layers_see_their_window_and_no_other_document():
     row = random_row((20, 3, 25), 64)
     reference = [alone(model, row.input_ids[start:end]) for start, end in row.spans()]
     target = Target(model, TAPS, "fused")
-    assert [isinstance(m.mixer, trunk.Attention) and m.mixer.window for m in target.trunk.layers][:2] == [
-        5,
-        None,
-    ]
+    windows = [isinstance(m.mixer, trunk.TrunkAttention) and m.mixer.window for m in target.trunk.layers]
+    assert windows[:2] == [5, None]
     taps_SC = target.taps(row)
     for (start, end), expected in zip(row.spans(), reference, strict=True):
         assert (taps_SC[start:end] - expected).norm() <= 1e-5 * expected.norm()

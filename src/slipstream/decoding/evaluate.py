@@ -39,6 +39,7 @@ from slipstream.decoding.table import DatasetResult, Evaluation, Speed, render_t
 from slipstream.export.zlab import load_drafter
 from slipstream.models.drafter import Drafter
 from slipstream.models.target import Target, load_target
+from slipstream.system.kernels import guard_autotuner, prepare_kernels
 from slipstream.training.metrics import Display
 from slipstream.training.run import Run, device_name
 from slipstream.training.setup import choose_device, choose_dtype
@@ -225,7 +226,12 @@ def run_eval(config: EvalConfig, display: Display, console: Console | None = Non
         for name, path in dataset_names(config.prompts).items()
     }
     table = None if config.ngram_data is None else training_table(open_dataset(config.ngram_data, "train"))
-    target = load_target(config.target_model, drafter.config.target_layer_ids, 0, device, dtype)
+    if device.type == "cuda":
+        for line in prepare_kernels():
+            display.say(line)
+    target = load_target(config.target_model, drafter.config.target_layer_ids, 0, device, dtype, "stock")
+    if device.type == "cuda":
+        guard_autotuner()  # the target may have brought FLA's in
     ends = stop_ids(target.model.generation_config, tokenizer)
     requests = [p for group in prompts.values() for p in group]
     display.start("decode", len(requests))
@@ -270,7 +276,7 @@ def _prove_from_files(
 ) -> Agreement:
     drafter = load_drafter(config.drafter, device, torch.float32)
     taps = drafter.config.target_layer_ids
-    target = load_target(config.target_model, taps, 0, device, torch.float32)
+    target = load_target(config.target_model, taps, 0, device, torch.float32, "stock")
     check_prompts(target, prompts, config.lossless_tokens)
     tokens, size = config.lossless_tokens, config.block_size
     display.start("prove in fp32", len(prompts))

@@ -253,6 +253,11 @@ class Drafter(nn.Module):
                 torch.compile(RMSNorm.forward, fullgraph=True, dynamic=False),
             )
 
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """What decoding multiplies in: the dtype of the working copies or, without them, of the weights."""
+        return (self.fc.weight if self.fc.copy is None else self.fc.copy).dtype
+
     def linears(self) -> list[Linear]:
         return [module for module in self.modules() if isinstance(module, Linear)]
 
@@ -309,17 +314,17 @@ class Drafter(nn.Module):
 
     def new_context(self, max_tokens: int) -> ContextCache:
         cfg, like = self.config, self.fc.weight
-        shape = (cfg.num_kv_heads, max_tokens, cfg.head_dim)
+        shape, dtype = (cfg.num_kv_heads, max_tokens, cfg.head_dim), self.working_dtype
         return ContextCache(
-            keys=[like.new_empty(shape) for _ in range(cfg.num_layers)],
-            values=[like.new_empty(shape) for _ in range(cfg.num_layers)],
+            keys=[like.new_empty(shape, dtype=dtype) for _ in range(cfg.num_layers)],
+            values=[like.new_empty(shape, dtype=dtype) for _ in range(cfg.num_layers)],
         )
 
     def extend_context(self, cache: ContextCache, taps_nT: Tensor) -> None:
         """Append n context tokens, given by their taps [n, T·H], at positions length … length+n−1."""
         start, end = cache.length, cache.length + taps_nT.shape[0]
         assert end <= cache.keys[0].shape[1], "the context cache is full"
-        ctx_nH = self.context(taps_nT.to(self.fc.weight.dtype))
+        ctx_nH = self.context(taps_nT.to(self.working_dtype))
         positions = torch.arange(start, end, device=ctx_nH.device)
         rope = rotary(positions, self.config.head_dim, self.config.rope_theta)
         for i, layer in enumerate(self.stack()):
@@ -334,7 +339,7 @@ class Drafter(nn.Module):
         The block's own keys and values are dropped: after acceptance the target's features take their place.
         """
         cfg, block = self.config, embeds_BH.shape[0]
-        x_BH = embeds_BH.to(self.fc.weight.dtype)
+        x_BH = embeds_BH.to(self.working_dtype)
         positions = torch.arange(cache.length, cache.length + block, device=x_BH.device)
         rope = rotary(positions, cfg.head_dim, cfg.rope_theta)
         for i, layer in enumerate(self.stack()):

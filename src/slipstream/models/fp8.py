@@ -115,7 +115,11 @@ def fp8_blocks(config: PreTrainedConfig, path: str) -> tuple[int, int] | None:
     if how.get("quant_method") != "fp8":
         return None
     block, form, scales = how.get("weight_block_size"), how.get("fmt", "e4m3"), how.get("scale_fmt", "float")
-    if not block or form != "e4m3" or scales != "float":
+    if (
+        not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block))
+        or form != "e4m3"
+        or scales != "float"
+    ):
         raise UserError(
             f"{path}: FP8 weights of kind (block {block}, fmt {form}, scale_fmt {scales}) cannot be read: "
             "name a checkpoint in bf16, or one in e4m3 with a scale for each block"
@@ -159,14 +163,11 @@ def load_fp8_checkpoint(
 def dequantised_weights(folder: Path, block: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors files under their names there, FP8 weights times their scales.
 
-    Other tensors come as stored. Raises `UserError` for an FP8 weight without a scale for each block.
+    Other tensors come as stored. Raises `UserError` for an FP8 weight without a scale for each block and for
+    a broken index.
     """
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    names = {SAFE_WEIGHTS_NAME}
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)]
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder)]
         file_of = {key: file for file in files for key in file.keys()}  # noqa: SIM118
         scales = {key: file_of.pop(key).get_tensor(key) for key in [*file_of] if key.endswith(SCALE)}
         weights = {}
@@ -180,7 +181,19 @@ def dequantised_weights(folder: Path, block: tuple[int, int], dtype: torch.dtype
     return weights
 
 
+def weight_files(folder: Path) -> list[Path]:
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
+        return [folder / SAFE_WEIGHTS_NAME]
+    try:
+        return [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{index}: names no files of weights: fetch the checkpoint again") from None
+
+
 def checked_scale(what: str, w8_OI: Tensor, scale: Tensor | None, block: tuple[int, int]) -> Tensor:
+    if w8_OI.dim() != 2:
+        raise UserError(f"{what} {[*w8_OI.shape]}: no matrix, so it has no blocks: name a checkpoint in bf16")
     blocks = [-(-side // size) for side, size in zip(w8_OI.shape, block, strict=True)]
     if scale is not None and [*scale.shape] == blocks:
         return scale

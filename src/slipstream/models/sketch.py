@@ -6,8 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.config import TrainConfig, UserError
-from slipstream.models.target import Target, one_line, target_config
-from slipstream.models.trunk import why_not_fused
+from slipstream.models.fp8 import fp8_blocks
+from slipstream.models.target import Target, choose_pass, one_line, target_config
 
 
 def sketch_target(settings: TrainConfig, device: torch.device, dtype: torch.dtype) -> Target:
@@ -16,17 +16,20 @@ def sketch_target(settings: TrainConfig, device: torch.device, dtype: torch.dtyp
     Raises `UserError` as `load_target` does for what config.json can show.
     """
     config, ids = target_config(settings.target_model, settings.target_layer_ids, settings.taps)
+    fp8_blocks(config, settings.target_model)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config.get_text_config(), dtype=dtype)
     except ValueError as e:
         raise UserError(f"{settings.target_model}: cannot make this target: {one_line(e)}") from e
-    target, fp8 = Target(model, ids), settings.target_fp8
-    wanted = settings.target_pass == "fused" or fp8
-    if settings.target_pass != "stock" and (wanted or device.type == "cuda"):
-        facts = target.config.to_dict()
-        why = why_not_fused(target.family.trunk, facts, target.decoder, device, dtype, fp8)
-        target.isolation = target.isolation if why else "fused"
-    elif device.type == "cpu":
-        target.isolation = "unpacked"
+    target = Target(model, ids)
+    target.isolation, target.why_stock = choose_pass(
+        target.family,
+        target.config.to_dict(),
+        target.decoder,
+        device,
+        dtype,
+        settings.target_pass,
+        settings.target_fp8,
+    )
     return target

@@ -28,9 +28,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from slipstream.config import UserError
 from slipstream.data.pack import Row
-from slipstream.models.families import Isolation, family_of
+from slipstream.models.families import Family, Isolation, family_of
 from slipstream.models.fp8 import fp8_blocks, load_fp8_checkpoint
 from slipstream.models.trunk import Trunk, why_not_fused
+from slipstream.system.kernels import only_launching_thread
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Span = tuple[int, int]
@@ -146,13 +147,13 @@ class Target:
             facts.get("final_logit_softcapping"),
         )
         self.device, self.dtype = embedding.weight.device, embedding.weight.dtype
-        # A mask over a whole row is dear without a fused kernel: on a CPU core (135 M parameters, ten
-        # documents in a row of 2048) documents apart read 2.5 (bf16), 1.5 (fp32) times as fast as packed.
-        self.isolation: Isolation = "unpacked" if self.device.type == "cpu" else self.family.isolation
+        self.isolation, self.why_stock = choose_pass(
+            self.family, facts, self.decoder, self.device, self.dtype, pass_, fp8
+        )
         self.trunk: Trunk | None = None
-        self.why_stock: str | None = None
-        """Why rows are not read fused on a GPU though nobody asked for the stock pass."""
-        self._choose_pass(facts, pass_, fp8)
+        if self.isolation == "fused":
+            assert self.family.trunk is not None
+            self.trunk = Trunk(self.decoder, self.layers, self.family.trunk, facts, target_layer_ids, fp8)
         # transformers renamed `past_key_values` to `cache` between 5.17 and 5.24, model by model.
         named = inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in named else "past_key_values"
@@ -160,23 +161,6 @@ class Target:
         self._stop = False
         for i in target_layer_ids:
             self.layers[i].register_forward_hook(self._tap_hook(i == target_layer_ids[-1]))
-
-    def _choose_pass(self, facts: dict[str, Any], pass_: Pass, fp8: bool) -> None:
-        if pass_ == "stock" and fp8:
-            raise UserError("--target-fp8: stock layers have no FP8 products: leave out --target-pass stock")
-        wanted = pass_ == "fused" or fp8
-        if pass_ == "stock" or not (wanted or self.device.type == "cuda"):
-            return
-        why = why_not_fused(self.family.trunk, facts, self.decoder, self.device, self.dtype, fp8)
-        if why is not None:
-            if wanted:
-                setting = "--target-fp8" if fp8 else "--target-pass fused"
-                raise UserError(f"{setting}: the fused pass cannot read this target: {why}")
-            self.why_stock = why
-            return
-        assert self.family.trunk is not None
-        self.trunk = Trunk(self.decoder, self.layers, self.family.trunk, facts, self.target_layer_ids, fp8)
-        self.isolation = "fused"
 
     def _tap_hook(self, last: bool) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -188,6 +172,7 @@ class Target:
 
         return hook
 
+    @only_launching_thread
     @torch.no_grad()
     def taps(self, row: Row) -> Tensor:
         """Outputs of the tapped layers for a packed row, every document read as if it were alone.
@@ -264,6 +249,7 @@ class Target:
         """An empty cache for `decode_step`, of the layer kinds this target has (full, sliding, linear)."""
         return DynamicCache(config=self.config)
 
+    @only_launching_thread
     @torch.no_grad()
     def decode_step(
         self, ids_n: Tensor, cache: DynamicCache, start: int, last: int | None = None
@@ -287,6 +273,37 @@ class Target:
             self._taps = None
         hidden_nH = output.last_hidden_state[0]
         return self.head.logits(hidden_nH if last is None else hidden_nH[-last:]), taps_nC
+
+
+def choose_pass(
+    family: Family,
+    facts: dict[str, Any],
+    decoder: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    pass_: Pass,
+    fp8: bool,
+) -> tuple[Isolation, str | None]:
+    """How rows are read on `device` and, where stock layers do it on a GPU though nobody asked for them, why.
+
+    `facts` is the text config as a dict; of `decoder` only shapes and dtypes count. Raises `UserError` where
+    what `pass_` or `fp8` asks for is impossible.
+    """
+    if pass_ == "stock" and fp8:
+        raise UserError("--target-fp8: stock layers have no FP8 products: leave out --target-pass stock")
+    # A mask over a whole row is dear without a fused kernel: on a CPU core (135 M parameters, ten
+    # documents in a row of 2048) documents apart read 2.5 (bf16), 1.5 (fp32) times as fast as packed.
+    stock: Isolation = "unpacked" if device.type == "cpu" else family.isolation
+    wanted = pass_ == "fused" or fp8
+    if pass_ == "stock" or not (wanted or device.type == "cuda"):
+        return stock, None
+    why = why_not_fused(family.trunk, facts, decoder, device, dtype, fp8)
+    if why is None:
+        return "fused", None
+    if wanted:
+        setting = "--target-fp8" if fp8 else "--target-pass fused"
+        raise UserError(f"{setting}: the fused pass cannot read this target: {why}")
+    return stock, why
 
 
 def group_spans(spans: list[Span], budget: int) -> list[list[Span]]:

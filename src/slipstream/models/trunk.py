@@ -43,7 +43,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Attention:
+class TrunkAttention:
     inputs: Weight
     """q (a gate behind each head's query, in families that have one) | k | v."""
     output: Weight
@@ -66,9 +66,9 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Layer:
+class TrunkLayer:
     norm_H: Tensor
-    mixer: Attention | Delta
+    mixer: TrunkAttention | Delta
     mlp_norm_H: Tensor
     gate_up: Weight
     down: Weight
@@ -172,9 +172,9 @@ class Trunk:
     def _norm_weight(self, module: nn.Module, name: str, offset: float) -> Tensor:
         return module.get_parameter(name + ".weight").detach().float() + offset
 
-    def _layer(self, layer: nn.Module, kind: str) -> Layer:
+    def _layer(self, layer: nn.Module, kind: str) -> TrunkLayer:
         offset = self.facts.norm_offset
-        return Layer(
+        return TrunkLayer(
             self._norm_weight(layer, "input_layernorm", offset),
             self._delta(layer) if kind == LINEAR else self._attention(layer, kind),
             self._norm_weight(layer, "post_attention_layernorm", offset),
@@ -182,12 +182,12 @@ class Trunk:
             self._weight(merge(layer, "mlp.down_proj")),
         )
 
-    def _attention(self, layer: nn.Module, kind: str) -> Attention:
+    def _attention(self, layer: nn.Module, kind: str) -> TrunkAttention:
         q_norm = k_norm = None
         if self.facts.head_norm:
             q_norm = self._norm_weight(layer, "self_attn.q_norm", self.facts.norm_offset)
             k_norm = self._norm_weight(layer, "self_attn.k_norm", self.facts.norm_offset)
-        return Attention(
+        return TrunkAttention(
             self._weight(merge(layer, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
             self._weight(merge(layer, "self_attn.o_proj")),
             q_norm,
@@ -270,7 +270,7 @@ class Trunk:
     def _attend(
         self,
         norm_H: Tensor,
-        w: Attention,
+        w: TrunkAttention,
         residual_SH: Tensor,
         pending: Tensor | None,
         layout: Layout,

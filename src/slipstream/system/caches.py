@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import functools
+import glob
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import struct
 import subprocess
 import tempfile
@@ -47,8 +50,9 @@ class Caches:
 def place_caches(environ: Mapping[str, str], key: str | None = None) -> Caches:
     """Folders for the kernels of this process: `<base>/slipstream/kernels/<key>/rank<LOCAL_RANK>/…`.
 
-    The base is the user's cache folder when that is on a local disk and can be written, else one of their own
-    in the temporary directory; either is made here. A variable that `environ` has already is kept. `key`
+    The base is the user's cache folder (a relative XDG_CACHE_HOME is none, as the XDG specification has it)
+    when that is on a local disk and can be written, else one of their own in the temporary directory; either
+    is made here. A variable that `environ` has already is kept. `key`
     names what kernels depend on (default: `machine_key()`).
     """
     root, notes = _writable_root(environ)
@@ -65,20 +69,28 @@ def place_caches(environ: Mapping[str, str], key: str | None = None) -> Caches:
 
 
 def _writable_root(environ: Mapping[str, str]) -> tuple[Path, list[str]]:
-    base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or "/nonexistent", ".cache")
-    home = Path(base) / "slipstream"
-    shared = Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}"
-    why = None
-    if not is_local(home):
-        why = "is on a network file system"
+    xdg = environ.get("XDG_CACHE_HOME") or ""
+    notes = [f"caches: XDG_CACHE_HOME={xdg} is relative: not used"] if xdg and not os.path.isabs(xdg) else []
+    bases = (xdg, os.path.join(environ.get("HOME") or "", ".cache"))
+    home = next((Path(base) / "slipstream" for base in bases if os.path.isabs(base)), None)
+    if home is None:
+        why = "HOME names no folder"
+    elif not is_local(home):
+        why = f"{home} is on a network file system"
     elif not _writable(home):
-        why = "cannot be written"
-    if why is None:
-        return home / "kernels", []
-    # kernels are code: where everybody may write, nobody else may have made this folder
-    if not (_writable(shared) and shared.stat().st_uid == os.getuid()):
+        why = f"{home} cannot be written"
+    else:
+        return home / "kernels", notes
+    shared = Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}"
+    if not (_writable(shared) and _is_ours_alone(shared)):
         shared = Path(tempfile.mkdtemp(prefix="slipstream-"))
-    return shared / "kernels", [f"caches: {home} {why}: kernels are kept in {shared} instead"]
+    return shared / "kernels", [*notes, f"caches: {why}: kernels are kept in {shared} instead"]
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    """Kernels are code: in a place where everybody may write, no link and no folder that others can fill."""
+    seen = os.lstat(folder)
+    return stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.getuid() and not seen.st_mode & 0o022
 
 
 def _writable(folder: Path) -> bool:
@@ -123,14 +135,24 @@ def _gpu_models(gpus: Path) -> str:
     models = {
         m.group(1).strip() for text in texts if (m := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))
     }
-    if not models and (query := shutil.which("nvidia-smi")):  # containers that hide the driver's folder
-        asked = [query, "--query-gpu=name", "--format=csv,noheader"]
-        try:
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return "gpu_unknown"
-        models = set(done.stdout.split("\n")) - {""} if done.returncode == 0 else {"gpu_unknown"}
+    if not gpus.is_dir() and (query := shutil.which("nvidia-smi")):  # containers hide the driver's folder
+        told = ask_nvidia_smi(query)
+        models = {"gpu_unknown"} if told is None else {model for model, _ in told}
     return "+".join(sorted(models)) or "cpu"
+
+
+@functools.cache
+def ask_nvidia_smi(query: str) -> tuple[tuple[str, str], ...] | None:
+    """(model, driver version) of each GPU by the nvidia-smi at this path, asked once; None if it fails."""
+    asked = [query, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=2)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode != 0:
+        return None
+    lines = [line.partition(", ") for line in done.stdout.splitlines() if line]
+    return tuple((model, driver) for model, _, driver in lines)
 
 
 # What is broken
@@ -139,16 +161,20 @@ def _gpu_models(gpus: Path) -> str:
 def file_fault(path: str | Path) -> str | None:
     """Why this cache file cannot be what its writer meant, or None. A vanished file is nobody's fault.
 
-    Empty files, JSON that does not parse, ELF images (cubin, hsaco, so) shorter than their own tables say,
-    and inductor's Python sources, which are named by the hash of their text.
+    Empty files, folders in a file's place, JSON that is no object, ELF images (cubin, hsaco, so) shorter than
+    their own tables say, and inductor's Python sources, which are named by the hash of their text.
     """
     name, kind = os.path.basename(path), os.path.splitext(path)[1]
     try:
-        if os.stat(path).st_size == 0:
+        seen = os.stat(path)
+        if not stat.S_ISREG(seen.st_mode):
+            return f"{name} is no file"
+        if seen.st_size == 0:
             return f"{name} is empty"
         if kind in (".json", ".best_config"):
             with open(path, "rb") as f:
-                json.load(f)
+                if not isinstance(json.load(f), dict):
+                    return f"{name} is no JSON object"
         elif kind in (".cubin", ".hsaco", ".so"):
             with open(path, "rb") as f:
                 if not _elf_is_whole(f.read(64), os.fstat(f.fileno()).st_size):
@@ -195,11 +221,13 @@ def entry_fault(folder: str | Path) -> str | None:
     for name in groups:
         try:
             with open(os.path.join(folder, name), "rb") as f:
-                children: dict[str, str] = json.load(f).get("child_paths") or {}
+                children = json.load(f).get("child_paths")
         except FileNotFoundError:
             return None
+        if not isinstance(children, dict):
+            return f"{name} lists no files"
         for child, path in children.items():
-            if not os.path.exists(path):
+            if not (isinstance(path, str) and os.path.exists(path)):
                 return f"{child} is missing"
     return None
 
@@ -224,7 +252,8 @@ def set_aside(root: Path, entry: Path, fault_of: Callable[[Path], str | None]) -
 
 
 def sweep(triton: Path | None, inductor: Path | None) -> list[str]:
-    """Look through both caches, set broken entries aside; a line for each cache that had any.
+    """Look through both caches, set broken entries aside; a line for each cache that had any, and one for
+    entries that resist. Folders that cannot be listed are passed over.
 
     Measured: 3,000 kernels of eight files take 0.3 s. Inductor's graph entries are left to it: it compiles
     again when one does not load. Its sources, tuning results and libraries it trusts.
@@ -236,37 +265,39 @@ def sweep(triton: Path | None, inductor: Path | None) -> list[str]:
     ):
         if root is None or not root.is_dir():
             continue
-        found = []
-        try:
-            for entry in entries(root):
+        found, stuck = [], []
+        for entry in entries(root):
+            name = os.path.basename(entry)[:12]
+            try:
                 if fault_of(entry) and (fault := set_aside(root, Path(entry), fault_of)):
-                    found.append(f"{os.path.basename(entry)[:12]}: {fault}")
-        except OSError as e:
-            lines.append(
-                f"cache: a broken entry in {root} cannot be set aside: {e.strerror}: empty it by hand"
-            )
+                    found.append(f"{name}: {fault}")
+            except OSError as e:
+                stuck.append(f"{name}: {e.strerror}")
         if found:
             lines.append(told(root, found))
+        if stuck:
+            lines.append(f"{_listed(f'cannot be read or set aside in {root}', stuck)}: move by hand")
     return lines
 
 
 def told(root: Path, faults: list[str]) -> str:
     """The line for entries set aside: how many, where they are now, and the first few of them."""
+    return _listed(f"set aside in {root / QUARANTINE}", faults)
+
+
+def _listed(what: str, faults: list[str]) -> str:
     entries = "entry" if len(faults) == 1 else "entries"
     more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-    listed = "; ".join(faults[:3])
-    return f"cache: {len(faults)} broken {entries} set aside in {root / QUARANTINE}: {listed}{more}"
+    return f"cache: {len(faults)} broken {entries} {what}: {'; '.join(faults[:3])}{more}"
 
 
 def _triton_entries(root: Path) -> Iterator[str]:
-    with os.scandir(root) as items:
-        yield from (i.path for i in items if i.name != QUARANTINE and not i.name.startswith("tmp."))
+    for path in glob.iglob(os.path.join(glob.escape(str(root)), "*")):
+        if not os.path.basename(path).startswith((QUARANTINE, "tmp.")):
+            yield path
 
 
 def _inductor_entries(root: Path) -> Iterator[str]:
-    with os.scandir(root) as folders:
-        for folder in folders:
-            if len(folder.name) != 2 or not folder.is_dir():
-                continue
-            with os.scandir(folder.path) as items:
-                yield from (i.path for i in items if i.name.endswith((".py", ".so", ".best_config")))
+    for path in glob.iglob(os.path.join(glob.escape(str(root)), "??", "*")):
+        if path.endswith((".py", ".so", ".best_config")):
+            yield path

@@ -7,8 +7,12 @@ aloud); the guard is for a user's threads around it. FLA's tensor cache stays on
 copy to the host per packed row and is only unsafe under threads; a program with several launching threads
 sets FLA_DISABLE_TENSOR_CACHE=1 and compiles under one lock.
 
-What is done here is done to classes of Triton, once per process, the same for every kernel. Where caches lie
-and what counts as broken is in caches.py; whether attention is fused, in training/attention.py.
+What is done here is done to classes of Triton, once per process, the same for every kernel. Inductor's
+compile workers are processes of their own, which it does not reach: an entry that breaks under them after
+the sweep fails that start as with Triton alone, and the next start's sweep sets it aside.
+
+Where caches lie and what counts as broken is in caches.py; whether attention is fused, in
+training/attention.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,8 +53,9 @@ SM_90: Any = {
     "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
     "bwd_num_warps": 4, "bwd_num_stages": 2,
 }  # fmt: skip
-"""Tiles for 16-bit heads of 128 on an H100 or H200, in place of torch's own. On an H200 at 8192 × 16384,
-32/8 heads, four documents: forward 0.55 against 0.62 ms, backward 1.69 against 1.85; the best of five each.
+"""Tiles for 16-bit heads of 128 on an H100 or H200, in place of torch's own: the best that
+benchmarks/kernels.py tries. On an H200 forward 0.55 against 0.62 ms; with the backward pass's, both 2.31
+against 2.47.
 """
 
 
@@ -179,18 +179,6 @@ def _ordered(tiles_qk: Tensor) -> tuple[Tensor, Tensor]:
     """How many tiles of a row are set [1, 1, q], and their columns first, in ascending order [1, 1, q, k]."""
     columns = tiles_qk.to(torch.int32).argsort(dim=1, descending=True, stable=True)
     return tiles_qk.sum(1).to(torch.int32)[None, None], columns.to(torch.int32)[None, None]
-
-
-@functools.cache
-def compiled_flex_attention() -> Callable[..., Tensor]:
-    """One compiled `flex_attention` a process; running it uncompiled is an error.
-
-    Seen elsewhere at 8192 × 16384: fused 2–7 ms and 0.3 GiB a layer; the silent dense fall-back 105 GiB.
-    """
-    # For calls that are not ours. Not enough for ours: torch warns once a process, and any
-    # `catch_warnings` or `resetwarnings` takes the filter away.
-    warnings.filterwarnings("error", message=".*flex_attention called without torch.compile.*")
-    return torch.compile(fused_only, fullgraph=True, dynamic=False)
 
 
 def fused_only(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 
 from slipstream.config import TrainConfig
 from slipstream.models.drafter import DrafterConfig
+from slipstream.models.fp8 import fp8_matmul, quantize_rows, quantize_weight
 from slipstream.models.target import Target
 
 EFFICIENCY = {"cuda": 0.75, "cpu": 0.4}
@@ -104,22 +105,28 @@ def expected_seconds(flop: float, ceiling: float, device_type: str) -> float:
     return flop / (EFFICIENCY[device_type] * ceiling)
 
 
-def mfu(useful: float, seconds: float, ceiling: float) -> float:
-    """Model FLOP utilisation: useful FLOP / (seconds · ceiling in FLOP/s)."""
-    return useful / (seconds * ceiling)
-
-
 def matmul_ceiling(device: torch.device, dtype: torch.dtype = torch.bfloat16, side: int = 8192) -> float:
     """FLOP/s of a square product of random matrices in `dtype`, the median of 20 (30 ms and 0.4 GiB on an
     H200 with side 8192): what counts as this device's ceiling of matrix work.
     """
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    _seconds(lambda: a @ b, 5, device)
-    return 2 * side**3 / statistics.median(_seconds(lambda: a @ b, 20, device))
+    return _speed(lambda: a @ b, side, device)
 
 
-def _seconds(call: Callable[[], object], count: int, device: torch.device) -> list[float]:
-    """Of each of `count` calls; on a GPU by events, queued without a wait between them."""
+def fp8_ceiling(device: torch.device, side: int = 8192) -> float:
+    """The same of the FP8 product that `--target-fp8` makes."""
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    (rows8, scale), weight = quantize_rows(a), quantize_weight(b)
+    return _speed(lambda: fp8_matmul(rows8, scale, weight), side, device)
+
+
+def _speed(square_product: Callable[[], object], side: int, device: torch.device) -> float:
+    times_ms(square_product, 5, device)
+    return 1e3 * 2 * side**3 / statistics.median(times_ms(square_product, 20, device))
+
+
+def times_ms(call: Callable[[], object], count: int, device: torch.device) -> list[float]:
+    """Milliseconds of each of `count` calls; on a GPU by events, queued without a wait between them."""
     if device.type == "cuda":
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         marks[0].record()
@@ -127,9 +134,9 @@ def _seconds(call: Callable[[], object], count: int, device: torch.device) -> li
             call()
             mark.record()
         torch.cuda.synchronize(device)
-        return [1e-3 * a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
     times = [time.perf_counter()]
     for _ in range(count):
         call()
         times.append(time.perf_counter())
-    return [b - a for a, b in itertools.pairwise(times)]
+    return [1e3 * (b - a) for a, b in itertools.pairwise(times)]

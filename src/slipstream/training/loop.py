@@ -24,11 +24,10 @@ from slipstream.training.checkpoint import (
     newest_checkpoint,
     save_checkpoint,
 )
-from slipstream.training.flops import mfu
 from slipstream.training.metrics import Display, MetricsFile, SlotMeter, Stillness
 from slipstream.training.run import Run
 from slipstream.training.step import make_optimizer, row_loss, update
-from slipstream.training.warmup import graphs_compiled, warm_up
+from slipstream.training.warmup import Warm, graphs_compiled, warm_up
 
 VALIDATION_SEED = 7_777_777
 """Anchors of the validation: fixed, so that two evaluations differ only by the weights."""
@@ -58,12 +57,14 @@ def train(run: Run, display: Display) -> Trained:
     first_bad = torch.full((), -1, device=device)
     first_step = saved_step = position.step
     validated_step = metrics.last_step("validation")
-    warm = warm_up(run, optimizer, display) if device.type == "cuda" else None
-    began = time.monotonic() - position.seconds  # as if the run had never paused
-    tokens, useful, window_began = 0, 0, position.seconds
+    tokens, drafted, read, window_began = 0, 0, 0, position.seconds  # drafted and read: useful FLOP
 
-    display.start("train", 100, int(100 * progress(position, run)), percent=True)
+    warm: Warm | None = None
     with StopSignal() as stop:
+        if device.type == "cuda" and not finished(position, run):
+            warm = warm_up(run, optimizer, display)
+        began = time.monotonic() - position.seconds  # as if the run had never paused
+        display.start("train", 100, int(100 * progress(position, run)), percent=True)
         while not finished(position, run) and not stop.requested:
             # one optimiser step: sums over the rows of the step, divided once
             step = position.step
@@ -80,8 +81,8 @@ def train(run: Run, display: Display) -> Trained:
                 position = replace(position, labels=position.labels + blocks.labels)
                 used = int((row.documents >= 0).sum())
                 tokens += used
-                useful += run.flops.drafter(used, blocks.count, blocks.labels)
-                useful += run.flops.target(used) if draw == 0 else 0
+                drafted += run.flops.drafter(used, blocks.count, blocks.labels)
+                read += run.flops.target(used) if draw == 0 else 0
             norm = update(drafter, optimizer, weight, config.clip, learning_rate)
             first_bad = torch.where((first_bad < 0) & ~norm.isfinite(), step, first_bad)
             position = replace(position, step=step + 1, seconds=time.monotonic() - began)
@@ -97,9 +98,9 @@ def train(run: Run, display: Display) -> Trained:
                 took = time.monotonic() - began - window_began
                 facts["tokens_per_second"] = tokens / took
                 if warm is not None:
-                    facts["mfu"] = mfu(useful, took, warm.ceiling)
+                    facts["mfu"] = (drafted / warm.ceiling + read / warm.target_ceiling) / took
                     facts["recompiled"] = graphs_compiled() - warm.graphs
-                tokens, useful, window_began = 0, 0, time.monotonic() - began
+                tokens, drafted, read, window_began = 0, 0, 0, time.monotonic() - began
                 metrics.write("train", position.step, **facts, **memory(device))
                 display.advance(share, describe_step(position.step, facts), line=True)
                 alarm_still(stillness, position.step - first_step, position.step, metrics, display)

@@ -72,7 +72,8 @@ def block_loss(
         from slipstream.training.loss_kernel import ce_and_slope_kernel as slopes
     else:
         slopes = ce_and_slope
-    outs = _HeadLoss.apply(hidden, labels, valid, head, weights, slopes)
+    # inside a custom forward gradients always look switched off
+    outs = _HeadLoss.apply(hidden, labels, valid, head, weights, slopes, torch.is_grad_enabled())
     return BlockLoss(*outs)  # type: ignore[misc]
 
 
@@ -91,12 +92,13 @@ class _HeadLoss(torch.autograd.Function):
         head: Head,
         weights: SlotWeights,
         slopes: Slopes,
+        wanted: bool,
     ) -> tuple[Tensor, ...]:
         blocks, slots = labels.shape
         step = blocks_of_chunk(slots, head.weight_VH)
         ce = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(valid)
-        grad = torch.zeros_like(hidden)
+        grad = torch.zeros_like(hidden) if wanted else None
         total, weight = ce.new_zeros(()), ce.new_zeros(())
         compact = compacts(hidden.device)
         for b in range(0, blocks, step):
@@ -104,7 +106,7 @@ class _HeadLoss(torch.autograd.Function):
             seen = valid[chunk]
             rows = seen.flatten().nonzero().flatten() if compact else slice(None)
             h = hidden[chunk].flatten(0, 1)[rows].to(head.weight_VH.dtype)
-            chunk_ce, chunk_correct, d_h = _head_ce(h, labels[chunk].flatten()[rows], head, slopes)
+            chunk_ce, chunk_correct, slope = _head_ce(h, labels[chunk].flatten()[rows], head, slopes)
             ce[chunk].view(-1)[rows] = chunk_ce
             correct[chunk].view(-1)[rows] = chunk_correct
             ce[chunk] *= seen
@@ -112,7 +114,9 @@ class _HeadLoss(torch.autograd.Function):
             w, share = weights.weigh(ce[chunk], seen)
             total += (w * ce[chunk]).sum()
             weight += share
-            grad[chunk].view(-1, hidden.shape[-1])[rows] = (d_h * w.flatten()[rows, None]).to(grad.dtype)
+            if grad is not None:
+                d_h = slope @ head.weight_VH
+                grad[chunk].view(-1, hidden.shape[-1])[rows] = (d_h * w.flatten()[rows, None]).to(grad.dtype)
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(weight, ce, correct)
         return total, weight, ce, correct
@@ -120,7 +124,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return grad * d_total.to(grad.dtype), None, None, None, None, None
+        return grad * d_total.to(grad.dtype), *(None,) * 6
 
 
 def blocks_of_chunk(slots: int, weight_VH: Tensor) -> int:
@@ -129,10 +133,10 @@ def blocks_of_chunk(slots: int, weight_VH: Tensor) -> int:
 
 
 def _head_ce(h_MH: Tensor, labels_M: Tensor, head: Head, slopes: Slopes) -> tuple[Tensor, Tensor, Tensor]:
-    """CE [M], whether the most likely token is the label [M], and dCE/dh [M, H], of one chunk."""
+    """CE [M], whether the most likely token is the label [M], and dCE/d raw [M, V], of one chunk."""
     raw = h_MH @ head.weight_VH.T if head.bias_V is None else torch.addmm(head.bias_V, h_MH, head.weight_VH.T)
     ce, correct = slopes(raw, labels_M, head)
-    return ce, correct, raw @ head.weight_VH
+    return ce, correct, raw
 
 
 Slopes = Callable[[Tensor, Tensor, Head], tuple[Tensor, Tensor]]

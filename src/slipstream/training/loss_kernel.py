@@ -14,12 +14,14 @@ from torch import Tensor
 from slipstream.models.target import Head
 
 BLOCK, WARPS = 2048, 8
-"""The fastest of seven pairs on an H200 (0.85 ms for 1650 rows of 248320; 4096 and 8: 1.16)."""
+"""The fastest on an H200 (benchmarks/kernels.py: 0.85 ms for 1650 rows of 248320; 4096 and 8: 1.16)."""
 NEVER = tl.constexpr(-1.0e30)
 """A logit that weighs nothing; finite, so that a difference of two of them is no NaN."""
 
 
-def ce_and_slope_kernel(raw_MV: Tensor, labels_M: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+def ce_and_slope_kernel(
+    raw_MV: Tensor, labels_M: Tensor, head: Head, block: int = BLOCK, warps: int = WARPS
+) -> tuple[Tensor, Tensor]:
     """As `ce_and_slope`; scale and cap are computed in fp32 here, in the dtype of `raw_MV` there."""
     rows, vocab = raw_MV.shape
     assert raw_MV.is_contiguous()
@@ -28,8 +30,8 @@ def ce_and_slope_kernel(raw_MV: Tensor, labels_M: Tensor, head: Head) -> tuple[T
     correct = torch.empty(rows, dtype=torch.bool, device=raw_MV.device)
     cap = head.softcap or 0.0
     _ce_and_slope[(rows,)](
-        raw_MV, labels_M, ce, correct, vocab, head.multiplier, cap, cap > 0, BLOCK,
-        num_warps=WARPS,  # pyright: ignore[reportCallIssue]
+        raw_MV, labels_M, ce, correct, vocab, head.multiplier, cap, cap > 0, block,
+        num_warps=warps,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return ce, correct
 

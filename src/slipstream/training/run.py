@@ -111,6 +111,9 @@ def check_run_folder(config: TrainConfig) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file: give a new --output-dir")
     unfinished = {"env.json", "env.json.tmp", "config.yaml.tmp"}  # killed before its first step
+    metrics = folder / "metrics.jsonl"
+    if newest_checkpoint(folder)[0] is None and not (metrics.exists() and metrics.stat().st_size):
+        unfinished |= {"config.yaml", "metrics.jsonl", "checkpoints"}  # out of memory in its warm-up, say
     if not folder.exists() or not {p.name for p in folder.iterdir()} - unfinished:
         return
     if not (folder / "config.yaml").is_file():

@@ -76,7 +76,11 @@ def pack_dataset(dataset: TokenDataset, token_budget: int, on_long: OnLong, limi
 
 
 def open_target(
-    config: TrainConfig | CacheConfig, device: torch.device, dtype: torch.dtype, display: Display
+    config: TrainConfig | CacheConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    display: Display,
+    compiled: bool = True,
 ) -> Target:
     """The target as the settings want it read; on a GPU with the kernel caches swept and the autotuner
     guarded.
@@ -90,7 +94,7 @@ def open_target(
         config.taps,
         device,
         dtype,
-        config.target_pass,
+        "stock" if config.target_pass == "auto" and not compiled else config.target_pass,
         config.target_fp8,
     )
     if device.type == "cuda":
@@ -108,11 +112,6 @@ def drafter_config(config: TrainConfig, target: Target, mask_token_id: int) -> D
     if config.heads is not None:
         heads = config.heads
         kv_heads = max(d for d in range(1, kv_heads + 1) if heads % d == 0)
-    if config.full_layers and (config.sliding_window is None or config.full_layers > config.layers):
-        raise UserError(
-            f"--full-layers {config.full_layers}: they are those of {config.layers} layers that a "
-            "--sliding-window leaves out: give one, and at most as many"
-        )
     sliding = 0 if config.sliding_window is None else config.layers - config.full_layers
     return DrafterConfig(
         hidden_size=target.hidden_size,
@@ -211,6 +210,11 @@ def check_settings(config: TrainConfig) -> None:
             f"--dp-pairs {config.dp_pairs}: split placement over several GPUs is not there yet: "
             "leave it out (or 0) to train on one device"
         )
+    if config.full_layers and (config.sliding_window is None or config.full_layers > config.layers):
+        raise UserError(
+            f"--full-layers {config.full_layers}: they are those of {config.layers} layers that a "
+            "--sliding-window leaves out: give one, and at most as many"
+        )
     check_run_folder(config)
 
 
@@ -238,7 +242,7 @@ def open_run(config: TrainConfig, display: Display) -> Run:
     if not len(heldout_data):
         display.say("data: no held-out documents: validation and the last decoding are left out")
 
-    target = open_target(config, device, dtype, display)
+    target = open_target(config, device, dtype, display, config.compile)
     tokenizer = load_tokenizer(config.target_model)
     check_ids(target, tokenizer, rows.dataset, heldout_data)
     stops = stop_ids(target.model.generation_config, tokenizer)

@@ -15,10 +15,11 @@ from slipstream.data.pack import Row
 from slipstream.distributed.link import TapLink
 from slipstream.models.drafter import Drafter
 from slipstream.models.selfcheck import tap_health
+from slipstream.models.target import Head
 from slipstream.system.kernels import only_launching_thread
 from slipstream.training.attention import loud_fallbacks, make_attend
 from slipstream.training.blocks import Blocks, add_noise, draw_anchors, make_blocks
-from slipstream.training.loss import BlockLoss, block_loss
+from slipstream.training.loss import BlockLoss, SlotWeights, block_loss
 from slipstream.training.run import Run
 
 
@@ -41,20 +42,34 @@ def row_loss(
         )
     if noise:
         taps_ST = add_noise(taps_ST, config.noise_kind, noise, row, key)
+    way = run.attention, run.slot_weights, run.compiled
+    return drafted_loss(drafter, blocks, taps_ST, run.target.embedding_VH, run.target.head, *way), blocks
+
+
+def drafted_loss(
+    drafter: Drafter,
+    blocks: Blocks,
+    taps_ST: Tensor,
+    embedding_VH: Tensor,
+    head: Head,
+    attention: str,
+    weights: SlotWeights,
+    compiled: bool,
+) -> BlockLoss:
+    """The drafter over blocks on their device, and its loss, in the dtype of the taps.
+
+    Blocks start from raw rows of the target's frozen embedding times the drafter's explicit scale.
+    """
+    x_QH = F.embedding(blocks.input_ids_NB.flatten(), embedding_VH).to(taps_ST.dtype)
     with loud_fallbacks():
         hidden_QH = drafter(
             taps_ST,
             blocks.context_positions_S,
-            embed(run, blocks.input_ids_NB.flatten()),
+            x_QH * drafter.config.input_embedding_scale,
             blocks.positions_NB.flatten(),
-            make_attend(run.attention, blocks, drafter.config),
+            make_attend(attention, blocks, drafter.config),
         )
-    return block_loss(hidden_QH, blocks, run.target.head, run.slot_weights, run.compiled), blocks
-
-
-def embed(run: Run, ids: Tensor) -> Tensor:
-    """Raw rows of the target's frozen embedding times the drafter's explicit scale, in the run's dtype."""
-    return F.embedding(ids, run.target.embedding_VH).to(run.dtype) * run.drafter.config.input_embedding_scale
+    return block_loss(hidden_QH, blocks, head, weights, compiled)
 
 
 def make_optimizer(drafter: Drafter, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:

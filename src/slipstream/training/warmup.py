@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.config import UserError
-from slipstream.models.drafter import DrafterConfig
 from slipstream.models.parts import rotary
 from slipstream.training.attention import make_attend
 from slipstream.training.blocks import Blocks, draw_anchors, make_blocks
-from slipstream.training.flops import matmul_ceiling
+from slipstream.training.flops import fp8_ceiling, matmul_ceiling
 from slipstream.training.metrics import Display
 from slipstream.training.run import Run
 from slipstream.training.step import row_loss
@@ -32,6 +31,8 @@ class Warm:
     """Graphs that torch has compiled in this process so far."""
     ceiling: float
     """FLOP/s of a large matrix product in the working dtype: what MFU is a share of."""
+    target_ceiling: float
+    """The same for the target's products, which may be in FP8."""
 
 
 def warm_up(run: Run, optimizer: torch.optim.Optimizer, display: Display) -> Warm:
@@ -43,7 +44,12 @@ def warm_up(run: Run, optimizer: torch.optim.Optimizer, display: Display) -> War
     # AdamW makes its two moments in the first update; a resumed run has them
     moments = [] if optimizer.state else [torch.empty_like(p) for p in parameters for _ in range(2)]
     key = (run.config.seed, 0, 0)
+    if run.config.anchor_draws > 1:  # the link holds the taps of all rows of a step
+        for i in range(run.config.accumulation):
+            run.taps(run.rows.row(i % run.rows.count))
     for _ in range(2):  # the second time is a step's time
+        if run.config.accumulation == 1:  # with more rows a step holds gradients while it reads the next
+            run.drafter.zero_grad(set_to_none=True)
         torch.cuda.synchronize(run.device)
         torch.cuda.reset_peak_memory_stats(run.device)
         second = time.monotonic()
@@ -51,6 +57,7 @@ def warm_up(run: Run, optimizer: torch.optim.Optimizer, display: Display) -> War
         loss.total.backward()
         torch.cuda.synchronize(run.device)
         seconds = time.monotonic() - second
+    held = " on taps that are held" if run.config.anchor_draws > 1 else ""
     peak, whole = torch.cuda.max_memory_allocated(run.device), torch.cuda.mem_get_info(run.device)[1]
     if run.heldout is not None:
         with torch.no_grad():  # validation has graphs of its own
@@ -62,13 +69,15 @@ def warm_up(run: Run, optimizer: torch.optim.Optimizer, display: Display) -> War
         display.say(f"attention: {probe_attention(run, blocks.to(run.device))}")
     run.drafter.zero_grad(set_to_none=True)
     del moments
-    ceiling = matmul_ceiling(run.device, run.dtype)
+    ceiling = target_ceiling = matmul_ceiling(run.device, run.dtype)
+    if run.target.trunk is not None and run.target.trunk.fp8:
+        target_ceiling = fp8_ceiling(run.device)
     display.say(
         f"compile: {time.monotonic() - began:.0f} s; the fullest row takes {1000 * seconds:.0f} ms forward "
-        f"and backward, peak {peak / 2**30:.1f} of {whole / 2**30:.1f} GiB; matrix products reach "
+        f"and backward{held}, peak {peak / 2**30:.1f} of {whole / 2**30:.1f} GiB; matrix products reach "
         f"{ceiling / 1e12:.0f} TFLOP/s"
     )
-    return Warm(graphs_compiled(), ceiling)
+    return Warm(graphs_compiled(), ceiling, target_ceiling)
 
 
 def probe_attention(run: Run, blocks: Blocks) -> str:
@@ -91,30 +100,40 @@ def probe_attention(run: Run, blocks: Blocks) -> str:
     for kind in dict.fromkeys(config.layer_types):
         layer = next(layer for layer in run.drafter.stack() if layer.layer_type == kind)
         x_QH, ctx_SH = random(queries), random(tokens)
-        torch.cuda.synchronize(run.device)
-        before = torch.cuda.memory_allocated(run.device)
-        torch.cuda.reset_peak_memory_stats(run.device)
-        began = time.monotonic()
-        run.drafter.run_layer(layer, x_QH, ctx_SH, ropes[0], ropes[1], attend).sum().backward()
-        torch.cuda.synchronize(run.device)
-        milliseconds = 1000 * (time.monotonic() - began)
-        peak = torch.cuda.max_memory_allocated(run.device) - before
-        said.append(judge(kind, config, queries, tokens + queries, peak, milliseconds))
+        milliseconds, before = 0.0, 0
+        for _ in range(2):  # a first layer whose input needs a gradient may be a graph of its own
+            layer.zero_grad(set_to_none=True)
+            torch.cuda.synchronize(run.device)
+            before = torch.cuda.memory_allocated(run.device)
+            torch.cuda.reset_peak_memory_stats(run.device)
+            began = time.monotonic()
+            run.drafter.run_layer(layer, x_QH, ctx_SH, ropes[0], ropes[1], attend).sum().backward()
+            torch.cuda.synchronize(run.device)
+            milliseconds = 1000 * (time.monotonic() - began)
+        gradients = sum(p.numel() * p.element_size() for p in layer.parameters())
+        peak = torch.cuda.max_memory_allocated(run.device) - before - gradients
+        said.append(judge(kind, config.num_heads, queries, tokens + queries, peak, milliseconds))
     return "; ".join(said)
 
 
-def judge(kind: str, config: DrafterConfig, queries: int, keys: int, peak: int, milliseconds: float) -> str:
-    """Whether `peak` bytes of a layer leave room for fp32 scores of all its heads: then it ran dense."""
-    dense = 4 * config.num_heads * queries * keys
-    if dense > TELLING and peak > dense:
+def judge(kind: str, heads: int, queries: int, keys: int, peak: int, milliseconds: float) -> str:
+    """Whether `peak` bytes of a layer, its gradients left out, hold scores of all its queries and keys.
+
+    Dense attention was seen to take 24 bytes a score forward and backward (6 × fp32); what a fused layer
+    keeps, 2·Q·(4H + 4·heads·D + 3F), is under one fp32 score for every pair in any geometry with more than a
+    few hundred keys. In between lies 3 × fp32.
+    """
+    dense = 4 * heads * queries * keys
+    if dense > TELLING and peak > 3 * dense:
         raise UserError(
-            f"attention: a {kind} layer took {peak / 2**30:.1f} GiB where fused attention needs a fraction "
-            f"of {dense / 2**30:.1f}: it ran dense; see TORCH_LOGS=recompiles, or use --attention documents"
+            f"attention: a {kind} layer took {peak / 2**30:.1f} GiB, as if it kept scores of all queries and "
+            f"keys ({dense / 2**30:.1f} GiB in fp32): it ran dense; see TORCH_LOGS=recompiles, or use "
+            "--attention documents"
         )
     what = "fused" if dense > TELLING else "fused (too small to tell by its memory)"
     return (
         f"{kind} {what}: a layer forward and backward {milliseconds:.1f} ms, {peak / 2**30:.2f} GiB, "
-        f"dense scores would be {dense / 2**30:.1f} GiB"
+        f"a score for every pair would be {dense / 2**30:.1f} GiB"
     )
 
 
