@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.config import TrainConfig, UserError
 from slipstream.models.fp8 import fp8_blocks
-from slipstream.models.target import Target, choose_pass, one_line, target_config
+from slipstream.models.target import Target, choose_pass, one_line, target_config, wanted_pass
 
 
 def sketch_target(settings: TrainConfig, device: torch.device, dtype: torch.dtype) -> Target:
@@ -29,7 +29,7 @@ def sketch_target(settings: TrainConfig, device: torch.device, dtype: torch.dtyp
         target.decoder,
         device,
         dtype,
-        settings.target_pass,
+        wanted_pass(settings.target_pass, settings.compile),
         settings.target_fp8,
     )
     return target

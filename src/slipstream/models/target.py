@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -358,6 +359,11 @@ def _rope_theta(facts: dict) -> float:
     return float(rope.get("rope_theta", 10000.0))
 
 
+def wanted_pass(asked: Pass, compiled: bool) -> Pass:
+    """`auto` without a compiler is the stock layers: the fused pass is one of compiled kernels."""
+    return "stock" if asked == "auto" and not compiled else asked
+
+
 def check_vocab(target: Target, max_token_id: int) -> None:
     """Raises `UserError` when data holds a token id that is no row of the target's embedding."""
     if max_token_id >= target.vocab_size:
@@ -435,7 +441,7 @@ def _load_config(path: str) -> PreTrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, StrictDataclassError) as e:
         raise UserError(f"{path}: cannot read this target's configuration: {one_line(e)}") from e
 
 

@@ -1,7 +1,9 @@
 """`slipstream doctor`: can this machine train, and how well.
 
 `diagnose` judges facts (facts.py reads them) and is pure, so that every rule is tested without the hardware.
-A rule says where it comes from: a number of the hardware, a release, or a report of a known defect.
+A rule says where it comes from: a number of the hardware, a release, or a report of a known defect. What
+`train` itself says of the recipe comes from recipe.py, where torch can be imported. A run uses cuda:0 alone,
+so a verdict is about that.
 """
 
 from __future__ import annotations
@@ -9,17 +11,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from slipstream.config import DoctorConfig, TrainConfig, UserError
-from slipstream.system.facts import Facts, Gpu, TargetFacts, from_json, gather, to_json
+from slipstream.system.facts import (
+    GIB,
+    Facts,
+    Gpu,
+    Sketch,
+    from_json,
+    gather,
+    gib,
+    import_error,
+    read_target,
+    to_json,
+)
 
-if TYPE_CHECKING:
-    from slipstream.models.drafter import DrafterConfig
-
-GIB = 1024**3
 LEAST_TORCH, LEAST_TRANSFORMERS = "2.11", "5.17"
 LEAST_DRIVER = {12: 525, 13: 580}
 """Oldest driver branch for a CUDA major version (NVIDIA, CUDA compatibility, table of minor versions)."""
@@ -44,23 +53,32 @@ class Finding:
 
 def doctor(config: DoctorConfig) -> tuple[str, bool]:
     """What the verb prints, and whether the machine is usable."""
+    names = {field.name for field in fields(TrainConfig)}
+    recipe = TrainConfig(**{name: value for name, value in asdict(config).items() if name in names})
     if config.facts is None:
-        facts = gather(config)
+        facts = gather(recipe)
+        broken = facts.torch_error or (None if facts.torch else "not installed")
     else:
-        try:
-            facts = from_json(json.loads(Path(config.facts).read_text(encoding="utf-8")), config.facts)
-        except ValueError as e:
-            if isinstance(e, UserError):
-                raise
-            raise UserError(f"{config.facts}: not JSON: record it with slipstream doctor --record") from None
+        facts, broken = _recorded(config.facts), import_error()
+        if recipe.target_model and (target := read_target(recipe.target_model)) is not None:
+            facts = replace(facts, target=target)
+        recipe = replace(recipe, output_dir="")  # a folder of the other machine
     if config.record is not None:
         Path(config.record).write_text(json.dumps(to_json(facts), indent=1) + "\n", encoding="utf-8")
-    findings = diagnose(facts, config)
-    told, usable = verdict(facts, findings, config)
+    findings = diagnose(facts, recipe, _sketch(facts, recipe, broken))
+    told, usable = verdict(facts, findings, recipe)
     if config.json:
         report = {"usable": usable, "verdict": told, "findings": [asdict(f) for f in findings]}
         return json.dumps({**report, "facts": to_json(facts)}, indent=1), usable
     return "\n".join([*map(str, findings), told]), usable
+
+
+def _recorded(path: str) -> Facts:
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"{path}: not JSON: record it with slipstream doctor --record") from None
+    return from_json(values, path)
 
 
 def verdict(facts: Facts, findings: list[Finding], recipe: TrainConfig) -> tuple[str, bool]:
@@ -68,22 +86,34 @@ def verdict(facts: Facts, findings: list[Finding], recipe: TrainConfig) -> tuple
     if failed:
         return f"not usable: {len(failed)} FAIL, the first: {failed[0].what}: {failed[0].detail}", False
     warned = sum(f.level == "warn" for f in findings)
-    names = [gpu.name for gpu in facts.gpus] if recipe.device != "cpu" else []
-    on = ", ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)) or "on the CPU only"
-    return f"usable: {on}" + (f"; warnings: {warned}" if warned else ""), True
+    on = f"cuda:0, {facts.gpus[0].name}" if _on_gpu(facts, recipe) else "the CPU only"
+    return f"usable: on {on}" + (f"; warnings: {warned}" if warned else ""), True
 
 
-def diagnose(facts: Facts, recipe: TrainConfig) -> list[Finding]:
+def _sketch(facts: Facts, recipe: TrainConfig, broken: str | None) -> Sketch:
+    """`broken` says why this process must not import torch."""
+    if broken is not None:
+        return Sketch(unknown=f"torch cannot be imported here: {broken}")
+    try:
+        from slipstream.system.recipe import sketch
+    except ImportError as e:  # another library is missing or too old, which has its own line
+        return Sketch(unknown=" ".join(str(e).split()))
+    return sketch(facts, recipe)
+
+
+def diagnose(facts: Facts, recipe: TrainConfig, sketch: Sketch) -> list[Finding]:
     """Findings in the order of a start: software, GPUs, kernels, files, the recipe's needs. Pure."""
-    on_gpu = bool(facts.gpus) and recipe.device != "cpu"
     out = list(_software(facts))
-    out += _no_gpu(facts, recipe) if not on_gpu else _gpus(facts, recipe)
-    if on_gpu:
-        out += [*_kernels(facts), *_linear_attention(facts), *_caches(facts)]
-    out += [*_host(facts, recipe), *_output(facts, recipe)]
-    if on_gpu:
-        out += _memory(facts, recipe)
-    return out
+    if _on_gpu(facts, recipe):
+        out += [*_gpus(facts, recipe), *_kernels(facts)]
+        out += [*_linear_attention(facts, sketch), *_caches(facts)]
+    else:
+        out += _no_gpu(facts, recipe)
+    return [*out, *_host(facts, sketch), *_output(facts, recipe, sketch), *_recipe(facts, recipe, sketch)]
+
+
+def _on_gpu(facts: Facts, recipe: TrainConfig) -> bool:
+    return bool(facts.gpus) and recipe.device != "cpu"
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -93,10 +123,6 @@ def _release(version: str) -> tuple[int, ...]:
 
 def _older(version: str, least: str) -> bool:
     return _release(version) < _release(least)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
 
 
 def _software(facts: Facts) -> Iterator[Finding]:
@@ -126,7 +152,7 @@ def _no_gpu(facts: Facts, recipe: TrainConfig) -> Iterator[Finding]:
         yield Finding(level, "GPU", detail, "in a container: was it started with its GPUs (--gpus all)?")
     elif facts.torch_error or facts.torch is None:
         return  # said already
-    elif facts.cuda is None:
+    elif not facts.cuda:
         detail = f"driver {facts.driver} is here, but torch {facts.torch} is built for the CPU"
         yield Finding("FAIL", "GPU", detail, GPU_WHEEL)
     elif (least := _driver_too_old(facts)) is not None:
@@ -143,10 +169,9 @@ def _no_gpu(facts: Facts, recipe: TrainConfig) -> Iterator[Finding]:
 
 def _driver_too_old(facts: Facts) -> int | None:
     """The driver branch that is needed, where an older one is there."""
-    if facts.driver is None or facts.cuda is None:
-        return None
-    least = LEAST_DRIVER.get(_release(facts.cuda)[0])
-    return least if least is not None and _release(facts.driver)[0] < least else None
+    cuda, driver = _release(facts.cuda or ""), _release(facts.driver or "")
+    least = LEAST_DRIVER.get(cuda[0]) if cuda else None
+    return least if least is not None and driver and driver[0] < least else None
 
 
 def runs_on(arch: tuple[str, ...], major: int, minor: int) -> bool:
@@ -155,7 +180,7 @@ def runs_on(arch: tuple[str, ...], major: int, minor: int) -> bool:
     Machine code (sm_86) runs on its own major version from its minor version on; `a` and `f` variants only
     where they are (`a`) or in their family (`f`); PTX (compute_90) is compiled anew for anything newer.
     """
-    for kind, digits, variant in re.findall(r"(sm|compute)_(\d+)([af]?)", " ".join(arch)):
+    for kind, digits, variant in re.findall(r"(sm|compute)_(\d{2,})([af]?)", " ".join(arch)):
         built = int(digits[:-1]), int(digits[-1])
         if variant == "a":
             fits = built == (major, minor)
@@ -173,7 +198,11 @@ def _gpus(facts: Facts, recipe: TrainConfig) -> Iterator[Finding]:
         detail = f"{facts.driver} is older than {least}, which torch's CUDA {facts.cuda} asks for"
         yield Finding("warn", "driver", detail, f"install driver {least} or newer")
     for i, gpu in enumerate(facts.gpus):
-        yield from _gpu(f"cuda:{i}", gpu, facts, recipe)
+        for found in _gpu(f"cuda:{i}", gpu, facts, recipe):
+            if i and found.level == "FAIL":
+                mend = "nothing to do: a run uses cuda:0 alone; CUDA_VISIBLE_DEVICES chooses which that is"
+                found = replace(found, level="warn", mend=mend)
+            yield found
 
 
 def _gpu(what: str, gpu: Gpu, facts: Facts, recipe: TrainConfig) -> Iterator[Finding]:
@@ -202,10 +231,10 @@ def _gpu(what: str, gpu: Gpu, facts: Facts, recipe: TrainConfig) -> Iterator[Fin
         mig = ", a MIG slice" if "MIG " in gpu.name else ""
         fp8 = "" if capability >= (8, 9) else "; no FP8 products (sm_89 and newer have them)"
         tried = "a bf16 product and a Triton kernel run" if gpu.launch == "" else "no kernel was tried"
-        memory = f"{_gib(gpu.total)} ({_gib(gpu.free)} free)"
+        memory = f"{gib(gpu.total)} ({gib(gpu.free)} free)"
         yield Finding("ok", what, f"{gpu.name}{mig}, {sm}, {memory}: {tried}{fp8}")
-    if gpu.total - gpu.free > 2 * GIB:
-        detail = f"{_gib(gpu.total - gpu.free)} of its memory are taken by other processes"
+    if what == "cuda:0" and gpu.total - gpu.free > 2 * GIB:
+        detail = f"{gib(gpu.total - gpu.free)} of its memory are taken by other processes"
         yield Finding("warn", what, detail, "nvidia-smi names them")
     if gpu.shared < WIDE_HEAD_SHARED:
         wide = recipe.head_dim is not None and recipe.head_dim > 128
@@ -220,8 +249,7 @@ def _gpu(what: str, gpu: Gpu, facts: Facts, recipe: TrainConfig) -> Iterator[Fin
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
     """What Triton needs to compile, and what is known of it."""
-    proven = all(gpu.launch == "" for gpu in facts.gpus)
-    bad = "warn" if proven else "FAIL"  # a launch may have come from the cache
+    bad = "warn" if facts.gpus[0].launch == "" else "FAIL"  # a launch may have come from the cache
     if facts.triton is None:
         mend = f"pip install triton=={facts.triton_wanted}" if facts.triton_wanted else GPU_WHEEL
         yield Finding("FAIL", "Triton", "not installed: kernels are compiled with it", mend)
@@ -244,12 +272,11 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
         yield Finding("warn", "allocator", detail, "add expandable_segments:True, or unset it")
 
 
-def _linear_attention(facts: Facts) -> Iterator[Finding]:
+def _linear_attention(facts: Facts, sketch: Sketch) -> Iterator[Finding]:
     """flash-linear-attention, which hybrid targets (Qwen3.5 and its like) are read with."""
-    hybrid = facts.target is not None and facts.target.linear_attention
     install = "pip install 'flash-linear-attention>=0.6'"
     if facts.fla is None:
-        if hybrid:
+        if sketch.hybrid:  # that a setting which asks for the fused pass is refused then, `sketch` knows
             detail = (
                 "not installed: this hybrid target is read by the stock pass, document by document, slowly"
             )
@@ -257,7 +284,7 @@ def _linear_attention(facts: Facts) -> Iterator[Finding]:
         else:
             yield Finding("ok", "flash-linear-attention", "not installed; only hybrid targets need it")
         return
-    blackwell = any(gpu.major in (10, 12) for gpu in facts.gpus)
+    blackwell = facts.gpus[0].major in (10, 12)
     old_triton = facts.triton is not None and _older(facts.triton, "3.8")
     if facts.fla_core != facts.fla:
         detail = f"{facts.fla} with fla-core {facts.fla_core}: they belong together"
@@ -271,18 +298,15 @@ def _linear_attention(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "flash-linear-attention", f"{facts.fla}{conv}")
 
 
-def _host(facts: Facts, recipe: TrainConfig) -> Iterator[Finding]:
-    ram = "memory unknown" if facts.ram is None else f"{_gib(facts.ram)} of memory"
-    free = "" if facts.ram_free is None else f" ({_gib(facts.ram_free)} free)"
+def _host(facts: Facts, sketch: Sketch) -> Iterator[Finding]:
+    ram = "memory unknown" if facts.ram is None else f"{gib(facts.ram)} of memory"
+    free = "" if facts.ram_free is None else f" ({gib(facts.ram_free)} free)"
     bf16 = "fast bf16" if facts.cpu_bf16 else "no fast bf16: fp32 is used"
     yield Finding("ok", "host", f"{facts.cores} cores, {bf16}, {ram}{free}")
-    weights = target_weights(recipe, facts.target)
-    if weights is not None and facts.ram_free is not None and weights > facts.ram_free:
-        detail = f"{_gib(facts.ram_free)} free, the target's weights of {_gib(weights)} are loaded through it"
+    if facts.ram_free is not None and sketch.target_bytes > facts.ram_free:
+        weights = gib(sketch.target_bytes)
+        detail = f"{gib(facts.ram_free)} free, the target's weights of {weights} are loaded through it"
         yield Finding("warn", "memory of the host", detail, "free some, or raise the container's limit")
-    if len(facts.gpus) > 1 and facts.shm is not None and facts.shm < GIB:
-        detail = f"{facts.shm / 1024**2:.0f} MiB: processes of several GPUs talk through it"
-        yield Finding("warn", "/dev/shm", detail, "start the container with --shm-size=8g or --ipc=host")
     if facts.open_files is not None and 0 <= facts.open_files < 1024:
         yield Finding("warn", "open files", f"at most {facts.open_files}", "ulimit -n 4096")
 
@@ -292,106 +316,43 @@ def _caches(facts: Facts) -> Iterator[Finding]:
         if folder is None:
             continue
         variable = "TRITON_CACHE_DIR" if what == "Triton cache" else "TORCHINDUCTOR_CACHE_DIR"
-        if not folder.writable:
-            yield Finding("FAIL", what, f"{folder.path} cannot be written to", f"name another in {variable}")
+        if folder.fault is not None:
+            yield Finding("FAIL", what, f"{folder.path}: {folder.fault}", f"name another in {variable}")
         elif not folder.local:
             detail = f"{folder.path} is on a network file system: slow, and entries break there"
             yield Finding("warn", what, detail, f"name a folder on a local disk in {variable}")
         elif folder.free is not None and folder.free < GIB:
-            detail = f"{folder.path}: {_gib(folder.free)} free"
+            detail = f"{folder.path}: {gib(folder.free)} free"
             yield Finding("warn", what, detail, f"free some, or name another in {variable}")
         else:
             yield Finding("ok", what, folder.path)
 
 
-def _output(facts: Facts, recipe: TrainConfig) -> Iterator[Finding]:
+def _output(facts: Facts, recipe: TrainConfig, sketch: Sketch) -> Iterator[Finding]:
     folder = facts.output
     if folder is None:
         return
-    parameters = drafter_parameters(recipe, facts.target)
-    needed = SPARE_DISK if parameters is None else 16 * parameters * (recipe.keep_checkpoints + 1)
-    if not folder.writable:
-        detail = f"{folder.path} cannot be written to"
-        yield Finding("FAIL", "output folder", detail, "name another --output-dir")
+    needed = 16 * sketch.drafter_parameters * (recipe.keep_checkpoints + 1) or SPARE_DISK
+    if folder.fault is not None:
+        yield Finding("FAIL", "output folder", f"{folder.path}: {folder.fault}", "name another --output-dir")
     elif folder.free is not None and folder.free < needed:
-        detail = f"{folder.path}: {_gib(folder.free)} free, checkpoints take {_gib(needed)}"
+        detail = f"{folder.path}: {gib(folder.free)} free, checkpoints take {gib(needed)}"
         yield Finding("warn", "output folder", detail, "free some, or lower --keep-checkpoints")
     elif folder.free is not None:
-        yield Finding("ok", "output folder", f"{folder.path}: {_gib(folder.free)} free")
+        yield Finding("ok", "output folder", f"{folder.path}: {gib(folder.free)} free")
 
 
-def _memory(facts: Facts, recipe: TrainConfig) -> Iterator[Finding]:
-    need = memory_need(recipe, facts.target)
-    if need is None:
-        if recipe.target_model:
-            detail = f"unknown: no config.json and safetensors of {recipe.target_model} here"
-            yield Finding("ok", "memory for the recipe", detail)
-        return
-    for i, gpu in enumerate(facts.gpus):
-        what, least = f"memory for the recipe on cuda:{i}", f"a step needs {_gib(need)}"
-        if need > gpu.total:
-            mend = "slipstream train --plan with the same flags names settings that fit"
-            yield Finding("FAIL", what, f"{least}, of {_gib(gpu.total)}", mend)
-        elif need > gpu.free:
-            yield Finding("warn", what, f"{least}, {_gib(gpu.free)} free", "stop what else uses this GPU")
+def _recipe(facts: Facts, recipe: TrainConfig, sketch: Sketch) -> Iterator[Finding]:
+    for line in sketch.refused:  # in the words of `train`, which say how to mend it
+        what, _, detail = line.partition(": ")
+        yield Finding("FAIL", what, detail)
+    if sketch.unknown is not None:
+        yield Finding("warn", "recipe", f"not judged: {sketch.unknown}")
+    elif sketch.need and _on_gpu(facts, recipe):
+        gpu, what, least = facts.gpus[0], "memory for the recipe", f"a step needs {gib(sketch.need)}"
+        if sketch.offers:
+            yield Finding("FAIL", what, f"{least}, of {gib(gpu.total)}", sketch.offers)
+        elif sketch.need_free > gpu.free:
+            yield Finding("warn", what, f"{least}, {gib(gpu.free)} free", "stop what else uses this GPU")
         else:
-            yield Finding("ok", what, f"{least}, of {_gib(gpu.free)} free")
-
-
-def memory_need(recipe: TrainConfig, target: TargetFacts | None) -> int | None:
-    """Bytes on the GPU at the peak of a step, as planner.py predicts them, for a target whose layers are
-    alike. None without the target's files, or without torch.
-    """
-    weights, geometry = target_weights(recipe, target), drafter_geometry(recipe, target)
-    if target is None or target.parameters is None or weights is None or geometry is None:
-        return None
-    from slipstream.system.planner import TargetShape, predict
-
-    trunk = target.parameters - 2 * target.vocab_size * target.hidden_size
-    layers = (trunk // target.num_layers,) * target.num_layers if target.num_layers else (0,)
-    return predict(recipe, geometry, TargetShape(weights, layers)).total
-
-
-def target_weights(recipe: TrainConfig, target: TargetFacts | None) -> int | None:
-    if target is None or target.parameters is None:
-        return None
-    return target.parameters * (4 if recipe.dtype == "float32" else 2)
-
-
-def drafter_parameters(recipe: TrainConfig, target: TargetFacts | None) -> int | None:
-    """Parameters of the drafter that the recipe makes for this target; None where torch is not there."""
-    geometry = drafter_geometry(recipe, target)
-    if geometry is None:
-        return None
-    from slipstream.system.planner import drafter_parameters as count
-
-    return count(geometry)
-
-
-def drafter_geometry(recipe: TrainConfig, target: TargetFacts | None) -> DrafterConfig | None:
-    """What decides how large the recipe's drafter is; None where torch is not there."""
-    if target is None:
-        return None
-    try:
-        from slipstream.models.drafter import DrafterConfig, default_heads, default_intermediate
-        from slipstream.system import planner  # noqa: F401  what its callers go on with
-    except (ImportError, OSError):
-        return None
-    heads, kv_heads, head_dim = default_heads(target.hidden_size)
-    if recipe.heads is not None:
-        heads, kv_heads = recipe.heads, max(d for d in range(1, kv_heads + 1) if recipe.heads % d == 0)
-    taps = len(recipe.target_layer_ids) if recipe.target_layer_ids else recipe.taps
-    return DrafterConfig(
-        hidden_size=target.hidden_size,
-        vocab_size=max(1, target.vocab_size),
-        num_layers=recipe.layers,
-        num_heads=heads,
-        num_kv_heads=recipe.kv_heads or kv_heads,
-        head_dim=recipe.head_dim or head_dim,
-        intermediate_size=recipe.intermediate_size or default_intermediate(target.hidden_size),
-        block_size=recipe.block_size,
-        mask_token_id=0,
-        target_layer_ids=tuple(range(taps)),
-        num_target_layers=taps + 2,
-        rope_theta=1.0,
-    )
+            yield Finding("ok", what, f"{least}, of {gib(gpu.free)} free")

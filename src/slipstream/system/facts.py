@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -25,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import TrainConfig, UserError, from_dict, kernel_cache_folders, read_environment
-from slipstream.system.caches import is_local
+from slipstream.system.caches import ask_nvidia_smi, is_local
 
 PROBE_SECONDS = 120
 """The probe takes 5 to 10 s; a first start of eight GPUs without the persistence daemon takes a minute."""
-HEADER_BYTES = 100_000_000
-"""The most that the safetensors format allows."""
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -58,20 +56,8 @@ class Folder:
     free: int | None = None
     local: bool = True
     """On this machine's own disk."""
-    writable: bool = True
-
-
-@dataclass(frozen=True)
-class TargetFacts:
-    """What the files of a target say."""
-
-    model_type: str
-    hidden_size: int
-    linear_attention: bool
-    parameters: int | None = None
-    """Counted from the headers of its safetensors; None without any."""
-    vocab_size: int = 0
-    num_layers: int = 0
+    fault: str | None = None
+    """Why it cannot be made or used."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +82,6 @@ class Facts:
     fla: str | None = None
     fla_core: str | None = None
     causal_conv1d: str | None = None
-    liger: str | None = None
     driver: str | None = None
     devices: int = 0
     """GPUs that the system shows to this process, whether torch can use them or not."""
@@ -107,7 +92,6 @@ class Facts:
     cpu_bf16: bool = False
     ram: int | None = None
     ram_free: int | None = None
-    shm: int | None = None
     open_files: int | None = None
     compiler: str | None = None
     python_headers: bool = False
@@ -115,7 +99,28 @@ class Facts:
     triton_cache: Folder | None = None
     inductor_cache: Folder | None = None
     output: Folder | None = None
-    target: TargetFacts | None = None
+    target: dict[str, Any] | None = None
+    """The config.json of the recipe's target."""
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What `train` says of a recipe on a machine, as recipe.py finds out; bytes are 0 where not known."""
+
+    refused: tuple[str, ...] = ()
+    """Its errors, a line each."""
+    unknown: str | None = None
+    """Why the target was not looked at."""
+    hybrid: bool = False
+    """Whether the target has layers of linear attention."""
+    target_bytes: int = 0
+    drafter_parameters: int = 0
+    need: int = 0
+    """At the peak of a step."""
+    need_free: int = 0
+    """Of that, what must be free beside the CUDA context that whoever reads the free bytes has already."""
+    offers: str = ""
+    """Settings that would fit, where these do not."""
 
 
 def gather(recipe: TrainConfig) -> Facts:
@@ -135,7 +140,6 @@ def gather(recipe: TrainConfig) -> Facts:
         fla=_version("flash-linear-attention"),
         fla_core=_version("fla-core"),
         causal_conv1d=_version("causal-conv1d"),
-        liger=_version("liger-kernel"),
         driver=_driver(),
         devices=sum(re.fullmatch(r"nvidia\d+", p.name) is not None for p in Path("/dev").glob("nvidia*")),
         visible=environment["CUDA_VISIBLE_DEVICES"],
@@ -143,7 +147,6 @@ def gather(recipe: TrainConfig) -> Facts:
         cpu_bf16=re.search(r"\b(avx512_bf16|amx_bf16)\b", cpu) is not None,
         ram=_kilobytes("MemTotal"),
         ram_free=_free_ram(),
-        shm=_total_of("/dev/shm"),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         compiler=environment["CC"] or shutil.which("gcc") or shutil.which("clang"),
         python_headers=(Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
@@ -154,6 +157,10 @@ def gather(recipe: TrainConfig) -> Facts:
         target=read_target(recipe.target_model) if recipe.target_model else None,
     )
     return dataclasses.replace(facts, **_ask_child())
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
 
 
 def to_json(facts: Facts) -> dict[str, Any]:
@@ -168,14 +175,12 @@ def from_json(values: Any, where: str) -> Facts:
     parts: dict[str, Any] = {}
     try:
         parts["gpus"] = tuple(from_dict(Gpu, g, where) for g in values.pop("gpus", ()))
-        for name, cls in (
-            ("triton_cache", Folder),
-            ("inductor_cache", Folder),
-            ("output", Folder),
-            ("target", TargetFacts),
-        ):
+        for name in ("triton_cache", "inductor_cache", "output"):
             part = values.pop(name, None)
-            parts[name] = None if part is None else from_dict(cls, part, where)
+            parts[name] = None if part is None else from_dict(Folder, part, where)
+        parts["target"] = values.pop("target", None)
+        if not isinstance(parts["target"], dict | None):
+            raise TypeError
     except (TypeError, AttributeError):
         raise UserError(f"{where}: recorded facts of another version: record them again") from None
     return dataclasses.replace(from_dict(Facts, values, where), **parts)
@@ -183,37 +188,28 @@ def from_json(values: Any, where: str) -> Facts:
 
 def read_folder(path: str | Path) -> Folder:
     """Facts of a folder, or of the nearest one above it that exists."""
-    full = Path(path).expanduser().absolute()
-    there = next(p for p in (full, *full.parents) if p.exists())
+    full = Path(os.path.abspath(path))
+    there = next(p for p in (full, *full.parents) if os.path.exists(p))
+    fault = None
+    if not there.is_dir():
+        fault = f"{there} is a file"
+    elif not os.access(there, os.W_OK | os.X_OK | (os.R_OK if there == full else 0)):
+        fault = "cannot be written to"
     try:
         free = shutil.disk_usage(there).free
     except OSError:
         free = None
-    return Folder(str(full), free, is_local(there), os.access(there, os.W_OK))
+    return Folder(str(full), free, is_local(there), fault)
 
 
-def read_target(name: str) -> TargetFacts | None:
-    """What a target's files say; `name` is a folder, or a hub name whose files are in the local cache."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        found = _cached(name)
-        if found is None:
-            return None
-        folder = found
+def read_target(name: str) -> dict[str, Any] | None:
+    """A target's config.json; `name` is a folder, or a hub name whose files are in the local cache."""
+    folder = Path(name) if os.path.isdir(name) else _cached(name)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = config.get("text_config", config)
-        layer_types = text.get("layer_types") or ()
-        return TargetFacts(
-            model_type=str(text["model_type"]),
-            hidden_size=int(text["hidden_size"]),
-            linear_attention="linear_attention" in layer_types or "full_attention_interval" in text,
-            parameters=_parameters(folder),
-            vocab_size=int(text.get("vocab_size", 0)),
-            num_layers=int(text.get("num_hidden_layers", 0)),
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None  # `train` says what is wrong with it
+        config = None if folder is None else json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
 
 
 def _cached(name: str) -> Path | None:
@@ -224,17 +220,6 @@ def _cached(name: str) -> Path | None:
     except (ImportError, ValueError):
         return None
     return Path(found).parent if isinstance(found, str) else None
-
-
-def _parameters(folder: Path) -> int | None:
-    """Elements of all tensors, from the headers of the safetensors files; no weight is read."""
-    count = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, HEADER_BYTES)))
-        count += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
-    return count or None
 
 
 def _text(path: str | Path) -> str:
@@ -265,15 +250,9 @@ def _driver() -> str | None:
     found = re.search(r"Kernel Module\D*?(\d+\.\d+[\d.]*)", _text("/proc/driver/nvidia/version"))
     if found:
         return found[1]
-    try:  # WSL has no such file
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.match(r"\d+\.\d+[\d.]*", asked.stdout.strip())
-    return found[0] if asked.returncode == 0 and found else None
+    query = shutil.which("nvidia-smi")  # WSL has no such file
+    told = ask_nvidia_smi(query) if query else None
+    return told[0][1] or None if told else None
 
 
 def _kilobytes(name: str) -> int | None:
@@ -292,25 +271,27 @@ def _free_ram() -> int | None:
     return min((f for f in free if f is not None), default=None)
 
 
-def _total_of(path: str) -> int | None:
+def import_error() -> str | None:
+    """Why torch cannot be imported on this machine; a process of its own tries, for some builds abort."""
+    return _child("-c", "import torch")[1]
+
+
+def _child(*arguments: str) -> tuple[str, str | None]:
+    """What a Python of its own prints, and why it failed."""
     try:
-        return shutil.disk_usage(path).total
-    except OSError:
-        return None
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired as e:
+        return (e.stdout or b"").decode(errors="replace"), f"no answer within {PROBE_SECONDS} s"
+    error = (_last_line(done.stderr) or f"it ended with {done.returncode}") if done.returncode else None
+    return done.stdout.decode(errors="replace"), error
 
 
 def _ask_child() -> dict[str, Any]:
     """Fields of `Facts` that only torch knows, from a process of its own."""
-    command = [sys.executable, "-m", "slipstream.system.facts"]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=PROBE_SECONDS)
-        out, error = done.stdout, _last_line(done.stderr) or f"it ended with {done.returncode}"
-        failed = done.returncode != 0
-    except subprocess.TimeoutExpired as e:
-        out, error, failed = e.stdout or b"", f"no answer within {PROBE_SECONDS} s", True
+    out, error = _child("-m", "slipstream.system.facts")
     fields: dict[str, Any] = {}
     gpus: list[Gpu] = []
-    for line in out.decode(errors="replace").splitlines():
+    for line in out.splitlines():
         what, _, text = line.partition(" ")
         if what == "torch":
             fields = json.loads(text)
@@ -319,7 +300,7 @@ def _ask_child() -> dict[str, Any]:
             gpus.append(Gpu(**json.loads(text)))
         elif what == "launched":
             gpus[int(text)] = dataclasses.replace(gpus[int(text)], launch="")
-    if failed:
+    if error is not None:
         waiting = [i for i, gpu in enumerate(gpus) if gpu.launch is None]
         if waiting:
             gpus[waiting[0]] = dataclasses.replace(gpus[waiting[0]], launch=error)

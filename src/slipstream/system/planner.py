@@ -23,6 +23,7 @@ from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.families import choose_mask_token
 from slipstream.models.sketch import sketch_target
 from slipstream.models.target import Target
+from slipstream.system.facts import GIB, gib
 from slipstream.training import loss, setup
 from slipstream.training.attention import choose_attention
 from slipstream.training.blocks import draw_anchors, make_blocks
@@ -37,7 +38,6 @@ from slipstream.training.flops import (
 from slipstream.training.metrics import Display
 from slipstream.training.run import Rows, Run, describe_drafter, describe_plan, describe_rows
 
-GIB = 2**30
 LEAST_ANCHORS, LEAST_TOKENS = 32, 512
 """No fewer are offered where memory is short."""
 CONTEXT = 7 * GIB // 10
@@ -94,10 +94,6 @@ class Need:
         lines += [f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in shown.items()]
         others = ", ".join(f"{name} {gib(size)}" for name, size in self.phases.items() if name != self.peak)
         return "\n".join([*lines, f"  less at other times (reserve left out): {others}"])
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
 
 
 def predict(config: TrainConfig, geometry: DrafterConfig, target: TargetShape) -> Need:

@@ -27,7 +27,7 @@ from slipstream.models.drafter import (
 )
 from slipstream.models.families import choose_mask_token
 from slipstream.models.selfcheck import MIN_SAMPLE_TOKENS, self_check
-from slipstream.models.target import Target, check_vocab, load_target
+from slipstream.models.target import Target, check_vocab, load_target, wanted_pass
 from slipstream.system.kernels import guard_autotuner, prepare_kernels
 from slipstream.training.attention import choose_attention
 from slipstream.training.blocks import anchor_candidates, decay_weights
@@ -94,7 +94,7 @@ def open_target(
         config.taps,
         device,
         dtype,
-        "stock" if config.target_pass == "auto" and not compiled else config.target_pass,
+        wanted_pass(config.target_pass, compiled),
         config.target_fp8,
     )
     if device.type == "cuda":
