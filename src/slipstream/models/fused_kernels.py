@@ -284,7 +284,7 @@ def _mixed_head(
     mixed += start * mixed_stride + head * D
     conv += head * D
     y = tl.zeros((T, D), tl.float32)
-    for j in tl.static_range(W):
+    for j in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
         mine = (s < S) & (s >= j) & (position >= j)
         x = tl.load(mixed + (t - j)[:, None] * mixed_stride + d, mask=mine[:, None], other=0.0)
         y += x.to(tl.float32) * tl.load(conv + (W - 1 - j) * ((2 * NK + A) * D) + d)
