@@ -107,7 +107,7 @@ def passes() -> list[Callable[[], list]]:
 def start(guard: bool, threads: int, first: int) -> Result:
     """In a fresh process: the passes in `threads` threads at once from pass `first` on; once more here."""
     from slipstream.config import set_process_environment
-    from slipstream.system.kernels import guard_autotuner, prepare_kernels
+    from slipstream.system.kernels import prepare_kernels
 
     set_process_environment()
     result = Result(lines=prepare_kernels() if guard else [])
@@ -123,7 +123,6 @@ def start(guard: bool, threads: int, first: int) -> Result:
         return Result(errors=["no CUDA device"])
     calls = passes()
     if guard:
-        guard_autotuner()  # FLA's class is loaded now
         compile_one_at_a_time()
     outs: list[dict[int, list]] = [{} for _ in range(threads)]
     ready = threading.Barrier(threads)

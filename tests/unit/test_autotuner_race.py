@@ -296,6 +296,7 @@ def bare(monkeypatch):
             if name in vars(cls):
                 monkeypatch.setattr(cls, name, inspect.unwrap(vars(cls)[name]))
     monkeypatch.setattr(Autotuner, "nargs", None, raising=False)
+    monkeypatch.setattr(Autotuner, "__init_subclass__", lambda **_: None, raising=False)
     return monkeypatch
 
 
@@ -327,19 +328,21 @@ def test_a_weaker_guard_is_caught(guard, schedule):
 
 
 @pytest.mark.usefixtures("bare")
-def test_guarding_twice_changes_nothing_and_reaches_classes_loaded_since():
+def test_guarding_twice_changes_nothing_and_classes_loaded_later_are_guarded_as_they_come():
     guard_autotuner()
     first = Autotuner.run, Autotuner.warmup, Subclass.run
-
-    class Later(Autotuner):
-        def run(self, *args, **kwargs):
-            return super().run(*args, **kwargs)
-
-    own = Later.run
     guard_autotuner()
     assert (Autotuner.run, Autotuner.warmup, Subclass.run) == first
-    assert Later.run is not own
-    assert inspect.unwrap(Later.run) is own
+
+    def run(self, *args, **kwargs):
+        return Autotuner.run(self, *args, **kwargs)
+
+    later = type("Later", (Autotuner,), {"run": run})
+    latest = type("Latest", (later,), {"run": run})
+    for cls in (later, latest):
+        assert vars(cls)["run"] is not run
+        assert inspect.unwrap(vars(cls)["run"]) is run
+        assert "warmup" not in vars(cls), "what a class inherits is guarded where it stands"
 
 
 @pytest.mark.usefixtures("bare")

@@ -39,7 +39,7 @@ from slipstream.decoding.table import DatasetResult, Evaluation, Speed, render_t
 from slipstream.export.zlab import load_drafter
 from slipstream.models.drafter import Drafter
 from slipstream.models.target import Target, load_target
-from slipstream.system.kernels import guard_autotuner, prepare_kernels
+from slipstream.system.kernels import prepare_kernels
 from slipstream.training.metrics import Display
 from slipstream.training.run import Run, device_name
 from slipstream.training.setup import choose_device, choose_dtype
@@ -230,8 +230,6 @@ def run_eval(config: EvalConfig, display: Display, console: Console | None = Non
         for line in prepare_kernels():
             display.say(line)
     target = load_target(config.target_model, drafter.config.target_layer_ids, 0, device, dtype, "stock")
-    if device.type == "cuda":
-        guard_autotuner()  # the target may have brought FLA's in
     ends = stop_ids(target.model.generation_config, tokenizer)
     requests = [p for group in prompts.values() for p in group]
     display.start("decode", len(requests))

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 
 def prepare_kernels() -> list[str]:
-    """To be called before the first kernel of a process that uses CUDA. Once the target is loaded, which may
-    bring FLA's autotuner in, `guard_autotuner` again. Returns lines for the user: entries set aside.
+    """To be called before the first kernel of a process that uses CUDA. Returns lines for the user: entries
+    set aside.
     """
     lines = sweep(*kernel_cache_folders())
     if find_spec("triton") is not None:
@@ -54,7 +54,8 @@ _guards: set[Callable[..., Any]] = set()
 
 
 def guard_autotuner() -> None:
-    """Let one thread at a time into an autotuner, on Triton's class and every subclass loaded by now.
+    """Let one thread at a time into an autotuner, of Triton's class and every subclass, also of those that
+    are loaded later: FLA's comes with the first pass over linear attention.
 
     A re-entrant lock per kernel is held over the whole of `run` and `warmup`: over the benchmark alone, or
     only while a key is not tuned, is too little, for a call that replays a tuned key ends another's tuning
@@ -64,15 +65,24 @@ def guard_autotuner() -> None:
     """
     from triton.runtime.autotuner import Autotuner
 
+    def guard_later(cls: type[Autotuner], **options: Any) -> None:
+        super(Autotuner, cls).__init_subclass__(**options)
+        _guard(cls)
+
+    Autotuner.__init_subclass__ = classmethod(guard_later)  # pyright: ignore[reportAttributeAccessIssue]
     classes: list[type] = [Autotuner]
     for cls in classes:
         classes.extend(cls.__subclasses__())
-        for name in ("run", "warmup"):
-            method = vars(cls).get(name)
-            if method is not None and method not in _guards:
-                guarded = _one_at_a_time(method)
-                _guards.add(guarded)
-                setattr(cls, name, guarded)
+        _guard(cls)
+
+
+def _guard(cls: type) -> None:
+    for name in ("run", "warmup"):
+        method = vars(cls).get(name)
+        if method is not None and method not in _guards:
+            guarded = _one_at_a_time(method)
+            _guards.add(guarded)
+            setattr(cls, name, guarded)
 
 
 def _lock_of(tuner: Any) -> threading.RLock:

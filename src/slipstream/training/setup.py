@@ -28,7 +28,7 @@ from slipstream.models.drafter import (
 from slipstream.models.families import choose_mask_token
 from slipstream.models.selfcheck import MIN_SAMPLE_TOKENS, self_check
 from slipstream.models.target import Target, check_vocab, load_target, wanted_pass
-from slipstream.system.kernels import guard_autotuner, prepare_kernels
+from slipstream.system.kernels import prepare_kernels
 from slipstream.training.attention import choose_attention
 from slipstream.training.blocks import anchor_candidates, decay_weights
 from slipstream.training.flops import row_flops, target_layers
@@ -97,8 +97,6 @@ def open_target(
         wanted_pass(config.target_pass, compiled),
         config.target_fp8,
     )
-    if device.type == "cuda":
-        guard_autotuner()  # the target may have brought FLA's in
     if target.why_stock is not None:
         display.say(f"target: read by its stock layers, {target.isolation}: {target.why_stock}")
     return target
