@@ -125,7 +125,6 @@ def run_of(
         ),
         steps=steps,
         attention=attention,
-        compiled=False,
         flops=row_flops(drafter.config, 0),
         slot_weights=slot_weights or SlotWeights(decay_weights(size, 2.0).to(DEVICE)),
         facts=TapFacts("tiny", target.target_layer_ids, 0, "float32", 0, "tiny", "", 1, 0),

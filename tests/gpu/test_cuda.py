@@ -157,7 +157,7 @@ def test_a_step_and_its_update_never_wait_for_the_device():
     drafter.use_gpu(torch.bfloat16, compiled=True)
     weights = SlotWeights(decay_weights(8, 4.0).to(CUDA))
     run = run_of(target, drafter, "flex", weights, max_anchors=64, noise=0.05)
-    run = replace(run, device=CUDA, dtype=torch.bfloat16, compiled=True)
+    run = replace(run, device=CUDA, dtype=torch.bfloat16)
     optimizer, meter = make_optimizer(drafter, run.config, CUDA), SlotMeter(8, CUDA)
 
     def step(seed: int) -> None:

@@ -83,12 +83,15 @@ class Run:
     plan: Plan
     steps: int
     attention: str
-    compiled: bool
-    """Whether layers and loss run compiled: on a GPU, unless asked not to."""
     flops: RowFlops
     slot_weights: SlotWeights
     facts: TapFacts
     """What the taps of the training rows belong to."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers and loss run compiled: on a GPU, unless asked not to."""
+        return self.device.type == "cuda" and self.config.compile
 
     @property
     def fingerprint(self) -> str:

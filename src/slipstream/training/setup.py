@@ -251,9 +251,8 @@ def open_run(config: TrainConfig, display: Display) -> Run:
     check_target(target, rows, display)
     torch.manual_seed(config.seed)
     drafter = Drafter(geometry).to(device)
-    compiled = device.type == "cuda" and config.compile
     if device.type == "cuda":
-        drafter.use_gpu(dtype, compiled)
+        drafter.use_gpu(dtype, config.compile)
     drafter.checkpoint_layers = config.activation_checkpointing
     display.say(describe_drafter(drafter, target, source))
 
@@ -285,7 +284,6 @@ def open_run(config: TrainConfig, display: Display) -> Run:
         plan=plan,
         steps=steps,
         attention=attention,
-        compiled=compiled,
         flops=row_flops(geometry, 0 if cache is not None else sum(target_layers(target))),
         slot_weights=SlotWeights(decay_B, config.dpace_floor),
         facts=facts,
