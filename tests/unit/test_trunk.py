@@ -252,19 +252,19 @@ def test_a_fused_pass_that_is_impossible_is_refused_with_the_reason():
         Target(odd, TAPS, fp8=True)
 
 
-def test_a_gpu_needs_16_bits_and_its_kernels(monkeypatch):
-    facts, cuda = TABLE["qwen3_5_text"].trunk, torch.device("cuda")
+def test_a_gpu_needs_16_bits_and_its_kernels_and_a_cpu_nothing():
+    facts = TABLE["qwen3_5_text"].trunk
 
-    def why(dtype: torch.dtype) -> str | None:
+    def why(dtype: torch.dtype, on_gpu: bool, fla: bool) -> str | None:
         model = tiny_target("hybrid", dtype=dtype)
-        return trunk.why_not_fused(facts, model.config.to_dict(), model.get_decoder(), cuda, dtype, False)
+        config, decoder = model.config.to_dict(), model.get_decoder()
+        return trunk.why_not_fused(facts, config, decoder, dtype, False, on_gpu, fla)
 
-    assert "16-bit heads" in str(why(torch.float32))
-    monkeypatch.setattr(trunk, "find_spec", lambda name: None)
+    assert "16-bit heads" in str(why(torch.float32, True, True))
     expected = "linear attention needs flash-linear-attention: pip install 'slipstream[gpu]'"
-    assert why(torch.bfloat16) == expected
-    monkeypatch.setattr(trunk, "find_spec", lambda name: "found")
-    assert why(torch.bfloat16) is None
+    assert why(torch.bfloat16, True, False) == expected
+    assert why(torch.bfloat16, True, True) is None
+    assert why(torch.float32, False, False) is None
 
 
 def calm_target(family: str) -> Target:

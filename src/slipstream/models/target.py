@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,21 +30,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from slipstream.config import UserError
 from slipstream.data.pack import Row
+from slipstream.models.documents import Span, group_spans
 from slipstream.models.families import Family, Isolation, family_of
-from slipstream.models.fp8 import fp8_blocks, load_fp8_checkpoint
-from slipstream.models.trunk import Trunk, why_not_fused
+from slipstream.models.fp8 import fp8_blocks, load_fp8_checkpoint, supports_fp8
+from slipstream.models.trunk import FULL, SLIDING, Trunk, why_not_fused
 from slipstream.system.kernels import only_launching_thread
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-Span = tuple[int, int]
 Pass = Literal["auto", "fused", "stock"]
-
-# Documents share an unpacked sub-batch while its padding stays below this share of it. On a CPU, where 25 %
-# cost a tenth of the speed, 10 % cost nothing measurable against no padding at all and need 40 % fewer
-# passes.
-MAX_PADDING = 0.1
-# Sub-batches no longer than this are padded freely: a pass that short costs its overhead, not its tokens.
-SHORT = 64
 
 
 def default_target_layer_ids(num_layers: int, taps: int) -> tuple[int, ...]:
@@ -298,31 +291,16 @@ def choose_pass(
     wanted = pass_ == "fused" or fp8
     if pass_ == "stock" or not (wanted or device.type == "cuda"):
         return stock, None
-    why = why_not_fused(family.trunk, facts, decoder, device, dtype, fp8)
+    on_gpu, fla = device.type == "cuda", find_spec("fla") is not None
+    why = why_not_fused(family.trunk, facts, decoder, dtype, fp8, on_gpu, fla)
+    if why is None and fp8 and on_gpu:
+        why = supports_fp8(torch.cuda.get_device_capability(device))
     if why is None:
         return "fused", None
     if wanted:
         setting = "--target-fp8" if fp8 else "--target-pass fused"
         raise UserError(f"{setting}: the fused pass cannot read this target: {why}")
     return stock, why
-
-
-def group_spans(spans: list[Span], budget: int) -> list[list[Span]]:
-    """Documents (start, end) → sub-batches of like length: longest first, padded size at most `budget`
-    tokens (a longer document stands alone), padding at most `MAX_PADDING` of a sub-batch unless it is
-    `SHORT`."""
-    groups: list[list[Span]] = []
-    longest = used = 0
-    for span in sorted(spans, key=lambda s: (s[0] - s[1], s[0])):
-        length = span[1] - span[0]
-        padded = (len(groups[-1]) + 1) * longest if groups else 0
-        wasteful = longest > SHORT and padded - used - length > MAX_PADDING * padded
-        if not groups or padded > budget or wasteful:
-            groups.append([])
-            longest, used = length, 0
-        groups[-1].append(span)
-        used += length
-    return groups
 
 
 def _embedding_and_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from slipstream.data.pack import Row
 from slipstream.models import fused
 from slipstream.models.documents import Layout, attend_by_document, delta_by_document
 from slipstream.models.families import TrunkFacts
-from slipstream.models.fp8 import Fp8Weight, fits_fp8, fp8_matmul, quantize_weight, supports_fp8
+from slipstream.models.fp8 import Fp8Weight, fits_fp8, fp8_matmul, quantize_weight
 from slipstream.models.fused import Operand
 
 P = ParamSpec("P")
@@ -82,11 +81,14 @@ def why_not_fused(
     facts: TrunkFacts | None,
     config: dict[str, Any],
     decoder: nn.Module,
-    device: torch.device,
     dtype: torch.dtype,
     fp8: bool,
+    on_gpu: bool,
+    fla: bool,
 ) -> str | None:
-    """None where a model (its text config as a dict) can be read by a `Trunk`, else the reason why not."""
+    """None where a model (its text config as a dict) can be read by a `Trunk`, else the reason why not; on a
+    GPU or a CPU, with flash-linear-attention or without. Whether the GPU has FP8 products is not asked.
+    """
     if facts is None:
         return f"{config['model_type']} is not among the families that the fused pass knows"
     kinds = {*_layer_types(config)}
@@ -102,13 +104,13 @@ def why_not_fused(
             return f"{name} is no plain projection without bias in {dtype}"
         if fp8 and own not in ("in_proj_a", "in_proj_b") and not fits_fp8(module.weight):
             return f"FP8 needs sides that are multiples of 16, {name} is {tuple(module.weight.shape)}"
-    if device.type != "cuda":
+    if not on_gpu:
         return None
     if dtype not in (torch.bfloat16, torch.float16) or _head_dim(config) % 8 or _head_dim(config) > 256:
         return f"attention kernels take 16-bit heads of up to 256, not {dtype} of {_head_dim(config)}"
-    if LINEAR in kinds and find_spec("fla") is None:
+    if LINEAR in kinds and not fla:
         return "linear attention needs flash-linear-attention: pip install 'slipstream[gpu]'"
-    return supports_fp8(torch.cuda.get_device_capability(device)) if fp8 else None
+    return None
 
 
 def _layer_types(config: dict[str, Any]) -> list[str]:

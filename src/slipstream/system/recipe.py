@@ -19,7 +19,7 @@ from slipstream.config import TrainConfig, UserError
 from slipstream.models.fp8 import supports_fp8
 from slipstream.models.sketch import sketch_target
 from slipstream.models.target import Target
-from slipstream.models.trunk import FULL, LINEAR, why_not_fused
+from slipstream.models.trunk import LINEAR, why_not_fused
 from slipstream.system.facts import Facts, Sketch
 from slipstream.system.planner import (
     CONTEXT,
@@ -91,10 +91,8 @@ def _why_not_fused(facts: Facts, recipe: TrainConfig, target: Target) -> str | N
     """The refusal where the recipe asks for the fused pass and a GPU with these packages cannot run it."""
     if not (recipe.target_fp8 or recipe.target_pass == "fused"):
         return None
-    config = target.config.to_dict() | {"layer_types": [FULL]}  # the others are judged here, by the facts
-    on = torch.device("cuda")
-    why = why_not_fused(target.family.trunk, config, target.decoder, on, target.dtype, False)
-    if why is None and facts.fla is None and LINEAR in _layer_types(target):
-        why = "linear attention needs flash-linear-attention: pip install 'slipstream[gpu]'"
+    config, fla = target.config.to_dict(), facts.fla is not None
+    # what FP8 asks of the matrices the sketch has said, what it asks of the GPU the settings' check
+    why = why_not_fused(target.family.trunk, config, target.decoder, target.dtype, False, True, fla)
     setting = "--target-fp8" if recipe.target_fp8 else "--target-pass fused"
     return None if why is None else f"{setting}: the fused pass cannot read this target: {why}"
