@@ -29,6 +29,7 @@ from slipstream.training.attention import choose_attention
 from slipstream.training.blocks import draw_anchors, make_blocks
 from slipstream.training.flops import (
     expected_seconds,
+    fp8_ceiling,
     layer_elements,
     matmul_ceiling,
     row_flops,
@@ -309,6 +310,10 @@ def plan(config: TrainConfig, display: Display) -> None:
     useful = step_flops(config, work, *mean_row(config, rows, mask_token_id))
     ceiling = matmul_ceiling(device, dtype, 8192 if cuda else 1024)
     seconds = expected_seconds(padded if cuda else useful, ceiling, device.type)
+    if cuda and config.target_fp8:  # the target's part has a ceiling of its own
+        read = padded - step_flops(config, replace(work, target_token=0), *full)
+        seconds = expected_seconds(padded - read, ceiling, "cuda")
+        seconds += expected_seconds(read, fp8_ceiling(device), "cuda")
     display.say(say_time(config, seconds, steps, ceiling, useful / padded))
     if not cuda:
         display.say(say_cards(predict(config, geometry, shape), padded))
