@@ -153,7 +153,7 @@ def ce_and_slope(raw_MV: Tensor, labels_M: Tensor, head: Head) -> tuple[Tensor, 
     # log-sum-exp from the likeliest token, whose probability is at least 1/V: exact where p[label] underflows
     lse = top.float() - p.gather(1, best[:, None]).squeeze(1).log()
     ce = lse - logits.gather(1, at).squeeze(1).float()
-    slope = p - (torch.arange(p.shape[1], device=p.device) == at).float()
+    slope = p.scatter_add_(1, at, p.new_full((1, 1), -1.0).expand(len(labels_M), 1))
     if head.multiplier != 1.0:
         slope = slope * head.multiplier
     if head.softcap is not None:
