@@ -44,7 +44,7 @@ def backward(m1: int, n1: int, m2: int, n2: int, warps: int, stages: int) -> dic
 
 
 TILES: dict[str, Any] = {
-    "torch's own": None,
+    "torch's own": {},
     "SM_90": SM_90,
     "forward 64 × 64, 4 warps, 3 stages": forward(64, 64, 4, 3),
     "forward 128 × 64, 8 warps, 3 stages": forward(128, 64, 8, 3),

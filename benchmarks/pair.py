@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # as training sets it, before torch
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -203,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--fp8", action="store_true", help="then the same with FP8 products in the target")
     parser.add_argument("--against", help="what drafter_step.py wrote")
     parser.add_argument("--json", help="file for the figures")

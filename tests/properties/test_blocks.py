@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slipstream.training.blocks import Blocks, accepted_prefix, anchor_candidates, draw_anchors, make_blocks
 from slipstream.training.loss import BlockLoss
 from slipstream.training.metrics import SlotMeter
-from tests.training import LAYOUTS, MASK, all_blocks, documents, supervised_row
+from tests.training import DEVICE, LAYOUTS, MASK, all_blocks, documents, supervised_row
 
 SIZES = st.integers(2, 9)
 PADDING = st.integers(0, 5)
@@ -185,15 +185,15 @@ def test_the_accepted_prefix_ends_at_the_first_wrong_slot(correct):
 def test_the_meter_says_what_a_count_block_by_block_says(row_masks, block_size, seed):
     """τ over whole blocks only, short ones counted apart; slots averaged over the labels they have."""
     generator = torch.Generator().manual_seed(seed)
-    meter = SlotMeter(block_size, torch.device("cpu"))
+    meter = SlotMeter(block_size, DEVICE)
     prefixes, short, total, weight = [], 0, 0.0, 0.0
     right, ces, labelled, supervised = [[[] for _ in range(block_size - 1)] for _ in range(2)] + [0, 0]
     for masks in row_masks:
         row = supervised_row(masks)
         blocks = all_blocks(row, block_size, spare=2)
         valid = blocks.valid_NB[:, 1:]
-        correct = (torch.rand(valid.shape, generator=generator) < 0.7) & valid
-        ce = torch.rand(valid.shape, generator=generator) * valid
+        correct = (torch.rand(valid.shape, generator=generator) < 0.7).to(DEVICE) & valid
+        ce = torch.rand(valid.shape, generator=generator).to(DEVICE) * valid
         loss = BlockLoss(ce.sum() * 2, valid.sum().float(), ce, correct)
         meter.add(loss, blocks, int(row.supervised.sum()))
         total, weight = total + float(loss.total), weight + float(loss.weight)
@@ -227,9 +227,10 @@ def test_tau_is_not_the_product_of_batch_mean_accuracies():
     keep = torch.tensor([0, 3])
     blocks = replace(blocks, valid_NB=blocks.valid_NB[keep], count=2)
     assert blocks.valid_NB[:, 1:].all()
-    correct = torch.tensor([[True] * 3, [False] * 3])
-    meter = SlotMeter(4, torch.device("cpu"))
-    meter.add(BlockLoss(torch.zeros(()), torch.ones(()), torch.zeros(2, 3), correct), blocks, 8)
+    correct = torch.tensor([[True] * 3, [False] * 3], device=DEVICE)
+    zero, nothing = torch.zeros((), device=DEVICE), torch.zeros(2, 3, device=DEVICE)
+    meter = SlotMeter(4, DEVICE)
+    meter.add(BlockLoss(zero, zero + 1, nothing, correct), blocks, 8)
     facts = meter.read()
     assert facts["tau"] == 2.5
     assert 1 + sum(np.cumprod(facts["slot_accuracy"])) == 1.875

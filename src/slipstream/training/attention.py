@@ -48,7 +48,9 @@ def choose_attention(asked: str, device: torch.device, compiled: bool = True) ->
     return asked
 
 
-SM_90: Any = {
+FUSED: Any = {"BACKEND": "TRITON"}
+"""Left to itself torch takes another kernel, meant for decoding, when there are fewer than 128 queries."""
+SM_90: Any = FUSED | {
     "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3,
     "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
     "bwd_num_warps": 4, "bwd_num_stages": 2,
@@ -60,9 +62,9 @@ against 2.47.
 
 
 def tiles(q: Tensor) -> Any:
-    """flex's kernel options for these queries; None leaves torch's choice."""
+    """flex's kernel options for these queries."""
     known = q.is_cuda and q.shape[-1] == 128 and q.dtype.itemsize == 2
-    return SM_90 if known and torch.cuda.get_device_capability(q.device) == (9, 0) else None
+    return SM_90 if known and torch.cuda.get_device_capability(q.device) == (9, 0) else FUSED
 
 
 def make_attend(kind: str, blocks: Blocks, config: DrafterConfig) -> Attend:
