@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraint
 INSTALLED := $(shell cat $(VENV)/.installed 2>/dev/null)
 TORCH ?= $(or $(INSTALLED),torch==2.13.0)
 
-.PHONY: install quickstart test lint test-gpu bench clean FORCE
+.PHONY: install quickstart test test-faults lint test-gpu bench clean FORCE
 
 install: $(VENV)/.installed
 
@@ -32,6 +32,10 @@ lint: install
 
 test: install
 	$(VENV)/bin/python -m pytest -q --durations=15
+
+# Whole runs on several ranks, killed at chosen moments and started again: about a quarter of an hour on two cores.
+test-faults: install
+	$(VENV)/bin/python -m pytest -q -m faults --durations=15 tests/faults
 
 test-gpu: install
 	$(VENV)/bin/python -m pytest -q -m gpu

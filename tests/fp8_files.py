@@ -36,7 +36,7 @@ def write_fp8(
     for file in set(files.values()):
         mine = {name: w.contiguous() for name, w in stored.items() if files[name] == file}
         save_file(mine, out / file, metadata={"format": "pt"})
-    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     set_config(out, {"quantization_config": quantization(block)})
     return values
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.config import TrainConfig
 from slipstream.data.pack import Row
 from slipstream.data.shards import TokenDataset
+from slipstream.distributed.crew import ONE
 from slipstream.distributed.link import TapFacts
 from slipstream.distributed.placement import Plan
 from slipstream.models.drafter import Drafter, DrafterConfig
@@ -109,13 +110,17 @@ def run_of(
 ) -> Run:
     """A run in fp32 on `DEVICE`; settings of `TrainConfig` by name. Rows are wanted by `train` only."""
     size = drafter.config.block_size
-    settings = TrainConfig(**{"block_size": size, "max_anchors": 64, "noise": 0.0, **config})
+    settings = TrainConfig(
+        **{"block_size": size, "max_anchors": 64, "noise": 0.0, "rows_per_step": 1, **config}
+    )
     return Run(
         config=settings,
         folder=folder,
         device=DEVICE,
         dtype=torch.float32,
+        crew=ONE,
         target=target,
+        ends=target.ends,
         drafter=drafter,
         rows=rows,
         heldout=heldout,
@@ -123,7 +128,10 @@ def run_of(
         taps=target.taps,
         heldout_taps=target.taps,
         plan=Plan(
-            settings.seed, rows.count if rows is not None else 1, settings.accumulation, settings.anchor_draws
+            settings.seed,
+            rows.count if rows is not None else 1,
+            settings.rows_per_step or 1,
+            settings.anchor_draws,
         ),
         steps=steps,
         attention=attention,

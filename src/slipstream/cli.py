@@ -25,6 +25,7 @@ from slipstream.config import (
     nearest,
     read_yaml,
     set_process_environment,
+    to_yaml,
 )
 
 USAGE = """usage: slipstream VERB [--config RECIPE.yaml] [flags]     (slipstream VERB --help shows a verb's
@@ -64,40 +65,83 @@ def run_cache(config: CacheConfig) -> None:
         record_taps(config, display)
 
 
-def run_train(config: TrainConfig) -> None:
+def run_train(config: TrainConfig) -> int:
+    from slipstream.distributed.launch import is_rank, start_ranks
+    from slipstream.distributed.placement import placement_of
+
+    if config.plan and not config.probe:
+        from slipstream.system.planner import plan
+        from slipstream.training.metrics import Display
+
+        with Display() as display:
+            plan(config, display)
+        return 0
+    rank = probe_rank if config.plan else train_rank
+    if is_rank() or (place := placement_of(config)).ranks == 1:
+        return rank(config)
+    logs = Path(config.output_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    asked = logs / "asked.yaml"  # what the ranks are started with, and whatever flags made of it
+    asked.write_text(to_yaml(config))
+    argv = ["-m", "slipstream.cli", "train", "--config", str(asked)]
+    return start_ranks(argv, place.ranks, Path(config.output_dir), config.max_restarts)
+
+
+def probe_rank(config: TrainConfig) -> int:
+    """What `--plan --probe` measures, on one rank or as this process's part of it."""
+    from slipstream.distributed.world import joined
+    from slipstream.system.probe import probe, say_probe
+    from slipstream.training.metrics import Display
+    from slipstream.training.rank import open_rank
+    from slipstream.training.setup import choose_device
+
+    with joined(choose_device(config.device).type) as world:
+        log = Path(config.output_dir) / "logs" / f"rank{world.rank}.log" if world.rank else None
+        with Display(log=log) as display:
+            run = open_rank(config, world, display)
+            measured = probe(run, display)
+            if run.crew.first:
+                say_probe(run, measured, display)
+    return 0
+
+
+def train_rank(config: TrainConfig) -> int:
+    """A run on one rank, or this process's part of one."""
     import torch
 
+    from slipstream.distributed.world import joined
     from slipstream.export.zlab import export_run
-    from slipstream.system.planner import explain_out_of_memory, plan
-    from slipstream.training.loop import train
+    from slipstream.system.planner import explain_out_of_memory
     from slipstream.training.metrics import Display
-    from slipstream.training.run import describe_plan, write_run_facts
-    from slipstream.training.setup import open_run
+    from slipstream.training.rank import open_rank, work
+    from slipstream.training.setup import choose_device
 
-    with Display() as display:
-        if config.plan:
-            plan(config, display)
-            return
-        run = open_run(config, display)
-        said = describe_plan(config, run.rows.count, run.steps, run.device, run.dtype, run.attention)
-        display.say(said)
-        write_run_facts(run)
-        try:
-            trained = train(run, display)
-        except torch.OutOfMemoryError as e:
-            raise UserError(f"slipstream train: {explain_out_of_memory(run)}") from e
+    with joined(choose_device(config.device).type) as world:
+        log = Path(config.output_dir) / "logs" / f"rank{world.rank}.log" if world.rank else None
+        with Display(log=log) as display:
+            run = open_rank(config, world, display)
+            try:
+                trained = work(run, display)
+            except torch.OutOfMemoryError as e:
+                raise UserError(f"slipstream train: {explain_out_of_memory(run)}") from e
+    if not run.crew.first:
+        return 0
+    assert trained is not None
     if trained.interrupted:
         again = f"slipstream train --config {shlex.quote(str(run.folder / 'config.yaml'))}"
         step = trained.position.step
         stopped = f"stopped at step {step}, saved" if step else "stopped before the first step"
         display.say(f"{stopped}. Resume with: {again}")
-        return
+        return 0
     exported = export_run(run.folder, run.folder / "export", replace=True)
     display.say(f"export: {exported}")
-    if config.decode_prompts > 0 and len(run.heldout_data):
+    if config.target_sharding and config.decode_prompts > 0:
+        display.say("decode: left out, the target is in shards: run `slipstream eval` where it fits whole")
+    elif config.decode_prompts > 0 and len(run.heldout_data):
         from slipstream.decoding.evaluate import decode_after_training
 
         decode_after_training(run, exported, display)
+    return 0
 
 
 def run_eval(config: EvalConfig) -> None:

@@ -33,9 +33,7 @@ class PrepareConfig:
     """Chats or ready token ids → token shards with a manifest."""
 
     input: tuple[str, ...] = ()
-    """JSONL files (`.gz` too): a conversation a line as `messages`, `conversations`, or
-    `prompt_ids`+`response_ids`.
-    """
+    """JSONL files (`.gz` too), by line `messages`, `conversations`, or `prompt_ids`+`response_ids`."""
     output_dir: str = ""
     """Folder for the shards and their manifest; must be new or empty."""
     tokenizer: str = ""
@@ -43,13 +41,9 @@ class PrepareConfig:
     max_length: int = 8192
     """Longest document in tokens; `on_long` says what happens to a longer one."""
     on_long: Literal["truncate", "split", "reject"] = "truncate"
-    """What to do with a longer document: cut its tail, cut it into several documents, or leave it out
-    (counted).
-    """
+    """A longer document: its tail cut, cut into several documents, or left out (counted)."""
     holdout: float = 0.02
-    """Share of conversations kept for validation, chosen by a hash of their tokens (so a copy never
-    leaks).
-    """
+    """Share of conversations kept for validation, by a hash of their tokens (so a copy never leaks)."""
     thinking: bool | None = None
     """`enable_thinking` for templates that know it; unset leaves the template's own default."""
     shard_tokens: int = 16_777_216
@@ -90,9 +84,7 @@ class TrainConfig:
     block_size: int = 16
     """Tokens a block holds, its anchor included: a pass drafts one fewer."""
     mask_token_id: int | None = None
-    """An unused row of the target's embedding (default: known for the family, else an unused special
-    token).
-    """
+    """An unused row of the target's embedding (default: the family's, else an unused special token)."""
     sliding_window: int | None = None
     """Context window of the drafter's layers in tokens (default: unlimited)."""
     full_layers: int = 0
@@ -108,9 +100,7 @@ class TrainConfig:
     on_long: Literal["truncate", "split", "reject"] = "truncate"
     """What to do with a document longer than the token budget."""
     loss: Literal["decay", "dpace"] = "decay"
-    """Slot weights: exponential decay exp(−(k−1)/γ), or D-PACE (arXiv 2602.06036 and later work;
-    docs/training.md).
-    """
+    """Slot weights: exponential decay exp(−(k−1)/γ), or D-PACE (docs/training.md)."""
     gamma: float | None = None
     """γ of the decay (default: 7, 5, 4 for blocks of 16, 10, 8; else block/2 − 1, at least 1)."""
     dpace_floor: float = 0.5
@@ -128,11 +118,9 @@ class TrainConfig:
     max_steps: int | None = None
     """Optimiser steps in all, whatever the epochs say."""
     max_minutes: float | None = None
-    """Training time after which the run ends in order; the schedule follows the clock when this bound is
-    nearer.
-    """
-    accumulation: int = 1
-    """Packed rows per optimiser step."""
+    """Training time after which the run ends in order; where it is nearer the schedule follows the clock."""
+    rows_per_step: int | None = None
+    """Packed rows an optimiser step sums over, all ranks together (default: one a drafter rank)."""
     anchor_draws: int = 1
     """Optimiser steps on each row's taps, every one with fresh anchors: saves target passes."""
     lr: float = 6e-4
@@ -156,9 +144,7 @@ class TrainConfig:
     fp32.
     """
     target_pass: Literal["auto", "fused", "stock"] = "auto"
-    """How the target reads rows: fused (packed, documents apart; on CUDA where the family allows) or its
-    stock layers.
-    """
+    """How the target reads rows: fused (on CUDA, where the family allows) or its stock layers."""
     target_fp8: bool = False
     """The fused target's matrix products in FP8: faster, taps a few percent off (GPUs from sm_89)."""
     attention: Literal["auto", "flex", "documents", "dense"] = "auto"
@@ -169,8 +155,24 @@ class TrainConfig:
     """
     activation_checkpointing: bool = False
     """Compute each drafter layer again in the backward pass: less memory, more time."""
+
+    # ranks: processes with a device each
+    ranks: int | None = None
+    """Ranks with target and drafter each, started on this machine (under torchrun: as many as it started)."""
     dp_pairs: int = 0
-    """Pairs of a target GPU and a drafter GPU; 0 chooses by what is there."""
+    """Pairs of a target rank and a drafter rank, in place of `ranks`."""
+    target_ranks: int = 0
+    """The same in another ratio: ranks that read the target …"""
+    drafter_ranks: int = 0
+    """… and ranks that train the drafter."""
+    link_credits: int = 2
+    """Rows of taps that may wait at a drafter rank in a split run: each takes a row's taps of memory."""
+    drafter_sharding: bool = False
+    """Masters, gradients and moments in shards over the drafter ranks (FSDP2), not a copy on each."""
+    target_sharding: bool = False
+    """The target's layers in shards over the target ranks, for targets that do not fit on one device."""
+    max_restarts: int = 0
+    """How often ranks started here are started again from the last checkpoint after one has died."""
 
     # watching
     log_interval: int = 10
@@ -189,6 +191,8 @@ class TrainConfig:
     """New tokens per decoded prompt."""
     plan: bool = False
     """Print placement, rows and steps, memory by part and the expected time, and exit."""
+    probe: bool = False
+    """With `plan`: load target and drafter, measure the parts of a step, and recommend a placement."""
 
 
 @dataclass(frozen=True)
@@ -299,10 +303,11 @@ REQUIRED: dict[type, tuple[str, ...]] = {
 
 AT_LEAST: dict[str, int] = {
     "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 2, "intermediate_size": 1, "sliding_window": 1,
-    "token_budget": 2, "noise": 0, "max_steps": 1, "accumulation": 1, "anchor_draws": 1, "full_layers": 0,
+    "token_budget": 2, "noise": 0, "max_steps": 1, "rows_per_step": 1, "anchor_draws": 1, "full_layers": 0,
     "weight_decay": 0, "seed": 0,
     "log_interval": 1, "save_interval": 1, "keep_checkpoints": 1, "eval_interval": 1, "eval_rows": 0,
-    "decode_prompts": 0, "decode_tokens": 1, "dp_pairs": 0, "limit_rows": 1, "heldout_rows": 0,
+    "decode_prompts": 0, "decode_tokens": 1, "dp_pairs": 0, "ranks": 1, "target_ranks": 0, "drafter_ranks": 0,
+    "link_credits": 1, "max_restarts": 0, "limit_rows": 1, "heldout_rows": 0,
     "max_length": 2, "limit": 1, "block_size": 2, "max_anchors": 1, "max_prompts": 1, "max_new_tokens": 1,
     "temperature": 0, "lossless_tokens": 0,
 }  # fmt: skip
@@ -415,9 +420,17 @@ def set_process_environment() -> list[str]:
     """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # taps on their way hold thread blocks of both GPUs: few channels carry a row in a small part of a step
+    os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # links have streams of their own
     caches = place_caches(os.environ)
     os.environ.update(caches.variables)
     return list(caches.notes)
+
+
+def share_threads(ranks: int) -> None:
+    """This machine's cores for so many ranks: torchrun gives each one thread where nothing is said."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
 
 
 def kernel_cache_folders() -> tuple[Path | None, Path | None]:

@@ -428,7 +428,7 @@ def test_a_runs_last_decoding_leaves_out_prompts_that_do_not_fit_and_says_so(pla
     assert out["datasets"][0]["requests"] == 4
     assert out["datasets"][0]["tau_ngram"]["mean"] >= 1
     assert json.loads((tmp_path / "run" / "decode.json").read_text())["block_size"] == 4
-    monkeypatch.setattr(run.target.config, "max_position_embeddings", 8)
+    run = dataclasses.replace(run, ends=dataclasses.replace(run.ends, max_position_embeddings=8))
     console = Console(record=True, width=200, file=io.StringIO())
     assert decode_after_training(run, tmp_path / "export", Display(console)) is None
     assert "4 held-out prompts left out" in console.export_text()

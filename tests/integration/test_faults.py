@@ -28,7 +28,7 @@ from tests.fixtures_data import byte_tokenizer
 from tests.integration.conftest import VOCAB, Forks, World, losses
 from tests.tiny import tiny_target
 
-LONG = "--max-steps 150 --save-interval 3 --eval-interval 50 --noise 0.05 --accumulation 2"
+LONG = "--max-steps 150 --save-interval 3 --eval-interval 50 --noise 0.05 --rows-per-step 2"
 SHORT = "--max-steps 40 --save-interval 4 --eval-interval 50 --noise 0.05"
 KILLS = 10
 IN_A_WRITE = 2

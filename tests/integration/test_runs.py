@@ -136,7 +136,7 @@ def test_a_run_that_ended_before_its_first_step_may_start_again_with_other_setti
         raise torch.OutOfMemoryError("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("slipstream.training.loop.train", full)
+        patch.setattr("slipstream.training.rank.train", full)
         patch.setattr(
             "slipstream.system.planner.explain_out_of_memory", lambda run: "would fit: --max-anchors 8"
         )

@@ -25,7 +25,7 @@ from slipstream.data.shards import open_dataset
 from slipstream.distributed.link import holding
 from slipstream.distributed.placement import Plan
 from slipstream.export.zlab import load_drafter
-from slipstream.training import loop
+from slipstream.training import loop, parallel
 from slipstream.training.checkpoint import complete_checkpoints, load_masters
 from slipstream.training.metrics import Display, Stillness
 from slipstream.training.run import Run, write_run_facts
@@ -70,7 +70,7 @@ def test_train_learns_and_leaves_configuration_metrics_checkpoints_export_and_de
     told = capfd.readouterr()
 
     config = from_dict(TrainConfig, yaml.safe_load((run / "config.yaml").read_text()), "config.yaml")
-    assert config == config_of(arguments)
+    assert config == dataclasses.replace(config_of(arguments), rows_per_step=1), "resolved"
     env = json.loads((run / "env.json").read_text())
     assert {"slipstream", "torch", "device", "git", "target", "data", "packing", "drafter"} <= env.keys()
     assert env["data"] == open_dataset(world.data, "train").fingerprint
@@ -248,7 +248,7 @@ def test_an_interrupted_cache_goes_on_and_a_cut_row_is_recorded_again(world, tmp
     assert not list((tmp_path / "taps").rglob("*.partial"))
 
 
-# ---- accumulation and plan ----
+# ---- rows of a step and plan ----
 
 
 def gradients(
@@ -261,6 +261,12 @@ def gradients(
 
         def row(self, index: int) -> Row:
             return rows[index]
+
+        def used(self, index: int) -> int:
+            return rows[index].spans()[-1][1]
+
+        def documents(self, index: int) -> list[int]:
+            return list(range(len(rows[index].spans())))
 
     taken: list[list[torch.Tensor]] = []
     norms: list[float] = []
@@ -276,7 +282,7 @@ def gradients(
 
     given = dataclasses.replace(
         run,
-        config=dataclasses.replace(run.config, accumulation=per_step, clip=1e9, noise=0.0),
+        config=dataclasses.replace(run.config, rows_per_step=per_step, clip=1e9, noise=0.0),
         rows=Given(),  # type: ignore[arg-type]
         heldout=None,
         plan=Plan(0, len(rows), per_step),
@@ -284,7 +290,7 @@ def gradients(
     )
     with monkeypatch.context() as patch:
         patch.setattr(loop, "update", watched)
-        patch.setattr(loop, "save_checkpoint", lambda *_: None)
+        patch.setattr(parallel, "save_checkpoint", lambda *_: None)
         loop.train(given, QUIET)
     (grads,), (norm,) = taken, norms
     return grads, norm
@@ -333,7 +339,7 @@ def test_four_rows_accumulated_give_the_gradients_of_one_row_that_holds_all_thei
 
 
 @pytest.mark.parametrize(("rows", "per_step"), [(7, 3), (28, 4), (5, 8), (1, 1)])
-def test_the_plan_takes_every_row_once_an_epoch_whatever_the_accumulation(rows, per_step):
+def test_the_plan_takes_every_row_once_an_epoch_whatever_a_steps_rows(rows, per_step):
     plan = Plan(3, rows, per_step)
     epochs = 3 * per_step
     taken = [place for step in range(plan.steps(epochs)) for place in plan.step_rows(step)]
@@ -358,7 +364,7 @@ def test_draws_of_anchors_repeat_the_rows_of_a_step_and_reach_every_row_as_often
 
 
 def test_draws_of_anchors_share_a_target_pass_train_on_other_anchors_and_resume_exactly(world, tmp_path):
-    flags = ("--anchor-draws", "3", "--accumulation", "2", "--max-steps", "8", "--log-interval", "1")
+    flags = ("--anchor-draws", "3", "--rows-per-step", "2", "--max-steps", "8", "--log-interval", "1")
     whole = run_of(world, tmp_path / "whole", *flags)
     passes, taps = [], whole.target.taps
     whole.target.taps = lambda row: passes.append(row.row_id) or taps(row)  # type: ignore[method-assign]
@@ -392,13 +398,13 @@ def test_a_run_reads_exactly_the_rows_of_its_plan_and_none_is_lost_at_an_epochs_
     seen = []
     row_loss = loop.row_loss
 
-    def watched(run, row, link, key, noise, check_taps=True):
+    def watched(run, row, link, key, noise, *check, **documents):
         if key[0] != loop.VALIDATION_SEED:
             seen.append((key[1], row.row_id, key[2]))
-        return row_loss(run, row, link, key, noise, check_taps)
+        return row_loss(run, row, link, key, noise, *check, **documents)
 
     monkeypatch.setattr(loop, "row_loss", watched)
-    run = run_of(world, tmp_path / "run", "--accumulation", "3", "--epochs", "3", "--max-steps", "28")
+    run = run_of(world, tmp_path / "run", "--rows-per-step", "3", "--epochs", "3", "--max-steps", "28")
     assert run.rows.count % 3 == 1
     loop.train(run, QUIET)
     assert seen == [pair for step in range(28) for pair in run.plan.step_rows(step)]
@@ -408,7 +414,7 @@ def test_a_run_reads_exactly_the_rows_of_its_plan_and_none_is_lost_at_an_epochs_
 # ---- resume ----
 
 RESUME = (
-    "--max-steps 7 --save-interval 3 --eval-interval 2 --accumulation 2 --noise 0.05 --keep-checkpoints 1"
+    "--max-steps 7 --save-interval 3 --eval-interval 2 --rows-per-step 2 --noise 0.05 --keep-checkpoints 1"
 )
 
 
@@ -459,7 +465,7 @@ def test_resume_would_show_a_moment_that_was_lost(world, tmp_path, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "update", lambda *a: (signal.raise_signal(signal.SIGTERM), update(*a))[1])
         assert cli.main(arguments) == 0
-    load = loop.load_checkpoint
+    load = parallel.load_checkpoint
 
     def forgetful(checkpoint, drafter, optimizer, fingerprint):
         position = load(checkpoint, drafter, optimizer, fingerprint)
@@ -467,7 +473,7 @@ def test_resume_would_show_a_moment_that_was_lost(world, tmp_path, monkeypatch, 
             state["exp_avg"].zero_()
         return position
 
-    monkeypatch.setattr(loop, "load_checkpoint", forgetful)
+    monkeypatch.setattr(parallel, "load_checkpoint", forgetful)
     assert cli.main(arguments) == 0
     assert losses(tmp_path / "run")[1] == losses(uninterrupted)[1]
     assert losses(tmp_path / "run")[7]["loss"] != losses(uninterrupted)[7]["loss"]
@@ -572,6 +578,7 @@ def test_dead_taps_are_refused_by_the_row_they_came_with(world, tmp_path, how):
         return taps
 
     row = run.plan.step_rows(2)[0][1]
-    with pytest.raises(UserError, match=rf"row {row}: the target's features are tap 2 of 2 "):
+    said = rf"row {row}, documents \[[\d, ]+\]: the target's features are tap 2 of 2 "
+    with pytest.raises(UserError, match=said):
         loop.train(dataclasses.replace(run, taps=dead), QUIET)
     assert max(losses(tmp_path / "run")) == 2

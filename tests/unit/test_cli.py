@@ -22,11 +22,14 @@ FLAGS = {
     "train": "--target-model --data-dir --output-dir --taps-dir --layers --heads --kv-heads --head-dim "
     "--intermediate-size --taps --target-layer-ids --block-size --mask-token-id --sliding-window "
     "--full-layers --rope-theta --token-budget --max-anchors --on-long --loss --gamma --dpace-floor --noise "
-    "--noise-kind --epochs --max-steps --max-minutes --accumulation --anchor-draws --lr --warmup "
+    "--noise-kind --epochs --max-steps --max-minutes --rows-per-step --anchor-draws --lr --warmup "
     "--weight-decay --betas --clip --seed "
     "--device --dtype --target-pass --target-fp8 --no-target-fp8 --attention --compile --no-compile "
-    "--activation-checkpointing --no-activation-checkpointing --dp-pairs --log-interval --save-interval "
-    "--keep-checkpoints --eval-interval --eval-rows --decode-prompts --decode-tokens --plan --no-plan",
+    "--activation-checkpointing --no-activation-checkpointing --ranks --dp-pairs --target-ranks "
+    "--drafter-ranks --link-credits --drafter-sharding --no-drafter-sharding --target-sharding "
+    "--no-target-sharding --max-restarts --log-interval --save-interval "
+    "--keep-checkpoints --eval-interval --eval-rows --decode-prompts --decode-tokens --plan --no-plan "
+    "--probe --no-probe",
     "eval": "--target-model --drafter --prompts --max-prompts --thinking --max-new-tokens --temperature "
     "--block-size --control --no-control --ngram-data --lossless-tokens --output --device --dtype --seed",
     "export": "--checkpoint --output-dir",
@@ -120,13 +123,9 @@ def test_flags_that_no_verb_knows_end_with_code_2(capsys, arguments):
     assert arguments[0].lstrip("-").split("=")[0] in capsys.readouterr().err
 
 
-def test_split_placement_answers_that_it_is_not_there_yet(capsys):
-    for count in ("1", "2"):
-        told = one_line(capsys, ["train", *NEEDED, "--dp-pairs", count])
-        assert told.startswith(
-            f"error: --dp-pairs {count}: split placement over several GPUs is not there yet"
-        )
-        assert "leave it out (or 0)" in told
+def test_ranks_that_contradict_each_other_are_refused_before_any_is_started(capsys):
+    told = one_line(capsys, ["train", *NEEDED, "--dp-pairs", "2", "--ranks", "3"])
+    assert told.startswith("error: --ranks 3: 2 target and 2 drafter ranks are 4 ranks")
 
 
 def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> list[str]:

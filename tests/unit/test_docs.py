@@ -22,8 +22,10 @@ SOURCE = ROOT / "src" / "slipstream"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-FOREIGN = re.compile(r"speculative-|model-path$|no-deps$|draft$|fp8$|profile$|only$")
-"""Flags of SGLang, pip, PyPI dflash and our benchmarks."""
+FOREIGN = re.compile(
+    r"speculative-|model-path$|no-deps$|draft$|fp8$|profile$|only$|nnodes|nproc|rdzv|node-rank"
+)
+"""Flags of SGLang, pip, PyPI dflash, torchrun and our benchmarks."""
 
 
 def of_page(path: Path) -> str:

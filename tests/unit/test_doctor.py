@@ -13,6 +13,7 @@ import torch
 
 from slipstream import cli
 from slipstream.config import TrainConfig, UserError
+from slipstream.distributed.placement import placement_of
 from slipstream.models.drafter import Drafter
 from slipstream.models.sketch import sketch_target
 from slipstream.models.target import Target
@@ -360,7 +361,7 @@ def test_doctor_and_plan_say_the_same_memory_and_it_is_that_of_the_real_target_a
     facts = replace(MACHINE, target=read_target(config.target_model))
     ids = config.target_layer_ids or sketch_target(config, torch.device("cpu"), dtype).target_layer_ids
     real = Target(target, ids)
-    geometry, shape = drafter_config(config, real, 3), target_shape(real, dtype.itemsize)
+    geometry, shape = drafter_config(config, real.ends, 3), target_shape(real, dtype.itemsize)
     found = sketch(facts, config)
     assert found.target_bytes == sum(p.numel() * p.element_size() for p in target.parameters())
     assert found.drafter_parameters == sum(p.numel() for p in Drafter(geometry).parameters())
@@ -388,7 +389,7 @@ def refusal(call, *arguments) -> str:
         ({"attention": "dense"}, lambda c: choose_attention("dense", CUDA, True)),
         ({"attention": "flex", "compile": False}, lambda c: choose_attention("flex", CUDA, False)),
         ({"attention": "flex", "device": "cpu"}, lambda c: choose_attention("flex", torch.device("cpu"))),
-        ({"dp_pairs": 2}, lambda c: check_settings(replace(c, output_dir="/nowhere/run"))),
+        ({"target_ranks": 2}, placement_of),
         ({"full_layers": 2}, lambda c: check_settings(replace(c, output_dir="/nowhere/run"))),
         ({"device": "gpu"}, lambda c: choose_device("gpu")),
     ],

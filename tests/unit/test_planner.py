@@ -6,9 +6,13 @@ a hybrid target of 27 B; docs/performance.md).
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,18 +30,21 @@ from slipstream.models.parts import rotary
 from slipstream.models.sketch import sketch_target
 from slipstream.models.target import Head, Target, default_target_layer_ids, load_target
 from slipstream.system import planner
-from slipstream.system.planner import (
-    GIB,
+from slipstream.system.facts import GIB
+from slipstream.system.memory import (
     Need,
     TargetShape,
     drafter_parameters,
     kept_by_layer,
+    need_of,
     predict,
-    say_memory,
-    say_out_of_memory,
+    roles,
+    shape_of_ends,
     target_shape,
     what_fits,
 )
+from slipstream.system.planner import say_memory, say_out_of_memory
+from slipstream.system.scaling import sizes_of
 from slipstream.training import loss
 from slipstream.training.attention import make_attend
 from slipstream.training.blocks import decay_weights, draw_anchors, make_blocks
@@ -177,7 +184,7 @@ sizes = st.fixed_dictionaries(
     {
         "token_budget": st.integers(16, 20000),
         "max_anchors": st.integers(1, 4096),
-        "accumulation": st.integers(1, 4),
+        "rows_per_step": st.integers(1, 4),
         "anchor_draws": st.integers(1, 3),
         "noise": st.sampled_from([0.0, 0.05]),
         "activation_checkpointing": st.booleans(),
@@ -186,6 +193,27 @@ sizes = st.fixed_dictionaries(
         "taps_dir": st.sampled_from([None, "taps"]),
     }
 )
+ranks = st.fixed_dictionaries(
+    {
+        "link_credits": st.integers(1, 3),
+        "drafter_sharding": st.booleans(),
+        "target_sharding": st.booleans(),
+    }
+).flatmap(
+    lambda shared: st.sampled_from(
+        [{}, {"ranks": 2}, {"ranks": 4}, {"dp_pairs": 2}, {"target_ranks": 3, "drafter_ranks": 1}]
+    ).map(lambda place: shared | place)
+)
+"""Placements of up to four ranks, for recipes of twelve rows a step or a multiple."""
+
+
+def on_ranks(recipe: dict[str, Any], place: dict[str, Any]) -> TrainConfig:
+    """A recipe that those ranks accept: no recorded taps in a split run, rows for all."""
+    placed = recipe | place | {"rows_per_step": recipe["rows_per_step"] * (12 if place else 1)}
+    split = "dp_pairs" in place or "target_ranks" in place
+    return TrainConfig(**placed | ({"taps_dir": None} if split else {}))
+
+
 drafters = st.builds(
     lambda layers, block, width, mlp: replace(
         TRUE, num_layers=layers, layer_types=("full_attention",) * layers, block_size=block,
@@ -194,25 +222,32 @@ drafters = st.builds(
     st.integers(1, 12), st.integers(2, 32), st.sampled_from([64, 576, 5120]), st.integers(64, 20000),
 )  # fmt: skip
 targets = st.builds(
-    TargetShape, st.integers(0, 10**11), st.lists(st.integers(0, 10**9), min_size=1).map(tuple)
-)
+    lambda weights, ends, layers: TargetShape(weights + ends, layers, ends, weights // max(len(layers), 2)),
+    st.integers(0, 10**11), st.integers(0, 10**10),
+    st.lists(st.integers(0, 10**9), min_size=1).map(tuple),
+)  # fmt: skip
 
 
-@given(sizes, drafters, targets)
-@settings(max_examples=60, deadline=None)
-def test_parts_sum_to_the_total_and_more_of_anything_needs_no_less(recipe, geometry, target):
-    config = TrainConfig(**recipe)
+@given(sizes, ranks, drafters, targets)
+@settings(max_examples=80, deadline=None)
+def test_parts_sum_to_the_total_and_more_of_anything_needs_no_less(recipe, place, geometry, target):
+    config = on_ranks(recipe, place)
+    needs = [need_of(config, geometry, target, role) for role in roles(config)]
+    for need in needs:
+        assert sum(need.parts.values()) == need.total
+        assert min(need.parts.values()) >= 0
+        assert need.total - need.parts["reserve"] == max(need.phases.values()) == need.phases[need.peak]
     need = predict(config, geometry, target)
-    assert sum(need.parts.values()) == need.total
-    assert min(need.parts.values()) >= 0
-    assert need.total - need.parts["reserve"] == max(need.phases.values()) == need.phases[need.peak]
+    assert need.total == max(each.total for each in needs)
     more = [
         predict(replace(config, token_budget=config.token_budget + 100), geometry, target),
         predict(replace(config, max_anchors=config.max_anchors + 7), geometry, target),
         predict(config, more_layers(geometry), target),
     ]
     assert all(other.total >= need.total for other in more)
-    assert more[-1].total > need.total
+    trained = roles(config)[0]  # a drafter, colocated or not
+    one_more = need_of(config, more_layers(geometry), target, trained)
+    assert one_more.total > need_of(config, geometry, target, trained).total
 
 
 def more_layers(geometry: DrafterConfig) -> DrafterConfig:
@@ -221,10 +256,10 @@ def more_layers(geometry: DrafterConfig) -> DrafterConfig:
     )
 
 
-@given(sizes, drafters, targets, st.floats(0.3, 0.99))
-@settings(max_examples=60, deadline=None)
-def test_settings_that_are_offered_really_fit_when_they_are_typed(recipe, geometry, target, share):
-    config = TrainConfig(**recipe, block_size=geometry.block_size, layers=geometry.num_layers)
+@given(sizes, ranks, drafters, targets, st.floats(0.3, 0.99))
+@settings(max_examples=80, deadline=None)
+def test_settings_that_are_offered_really_fit_when_they_are_typed(recipe, place, geometry, target, share):
+    config = on_ranks(recipe | {"block_size": geometry.block_size, "layers": geometry.num_layers}, place)
     capacity = int(share * predict(config, geometry, target).total)
     for offer in what_fits(config, geometry, target, capacity):
         flags, said = re.fullmatch(r"(.*) \((.*) GiB\)", offer).groups()  # type: ignore[union-attr]
@@ -241,22 +276,132 @@ def typed_recipe(config: TrainConfig, flags: str) -> TrainConfig:
 
 
 def test_offers_are_cheapest_first_and_one_change_each(true_target):
-    config = TrainConfig(accumulation=4, target_fp8=True)
+    config = TrainConfig(rows_per_step=4, target_fp8=True)
     capacity = predict(config, TRUE, true_target).total - GIB
     offers = [offer.split()[0] for offer in what_fits(config, TRUE, true_target, capacity)]
     assert offers == [
-        "--no-target-fp8", "--activation-checkpointing", "--accumulation", "--max-anchors", "--layers",
+        "--no-target-fp8", "--activation-checkpointing", "--rows-per-step", "--max-anchors", "--layers",
     ]  # fmt: skip
 
 
 def test_where_no_single_setting_is_enough_several_are_offered_together():
-    config = TrainConfig(token_budget=65536, max_anchors=4096, accumulation=2)
+    config = TrainConfig(token_budget=65536, max_anchors=4096, rows_per_step=2)
     geometry = replace(TRUE, num_layers=1, layer_types=("full_attention",))
     target = TargetShape(4 * GIB, (0,))
     (offer,) = what_fits(config, geometry, target, capacity=16 * GIB)
     assert "--activation-checkpointing" in offer
     assert "--max-anchors" in offer
     assert "--token-budget" in offer
+
+
+# ---- memory: by role ----
+
+
+def test_a_rank_holds_what_its_role_asks_for(true_target):
+    config = TrainConfig(target_ranks=6, drafter_ranks=2, link_credits=3)
+    assert roles(config) == ("drafter", "target")
+    both = predict(TrainConfig(), TRUE, true_target)
+    drafter, target = (need_of(config, TRUE, true_target, role) for role in roles(config))
+    row = both.parts["taps"]
+    assert drafter.parts["target's embedding and head"] == 2 * 2 * 248320 * 5120
+    assert drafter.parts["taps"] == 3 * row
+    assert target.parts["taps"] == 4 * row  # three on their way, one that is made
+    assert drafter.parts["drafter masters"] == both.parts["drafter masters"]
+    assert target.parts["target weights"] == both.parts["target weights"]
+    assert "target weights" not in drafter.parts
+    assert not {"drafter masters", "optimiser's moments", "drafter working copies"} & {*target.parts}
+    assert [*drafter.phases] == ["the head", "the backward pass", "the update"]
+    assert [*target.phases] == ["the target's pass"]
+    assert predict(config, TRUE, true_target) == target
+
+
+def test_what_the_rank_of_one_gpu_needs_is_what_it_needed_before_there_were_several(true_target):
+    alone, eight = (predict(c, TRUE, true_target) for c in (TrainConfig(), TrainConfig(ranks=8)))
+    assert eight.total - alone.total == GIB  # NCCL's
+    assert eight.phases == alone.phases
+
+
+def test_shards_divide_what_lies_still_and_gather_two_layers(true_target):
+    alone = predict(TrainConfig(), TRUE, true_target)
+    config = TrainConfig(ranks=8, drafter_sharding=True, target_sharding=True)
+    parts = predict(config, TRUE, true_target).parts
+    layers = true_target.weights - true_target.ends
+    assert parts["target weights"] == true_target.ends + layers // 8
+    assert parts["target layers gathered"] == 2 * true_target.largest
+    for name in ("drafter masters", "optimiser's moments"):
+        assert parts[name] == pytest.approx(alone.parts[name] / 8, rel=1e-3)
+    assert "drafter working copies" not in parts
+
+
+def test_gradients_of_earlier_rows_are_whole_in_shards_too(true_target):
+    config = TrainConfig(ranks=8, drafter_sharding=True, rows_per_step=16)
+    need = predict(config, TRUE, true_target)
+    assert need.parts["gradients"] >= 4 * drafter_parameters(TRUE)
+    assert need.total - predict(replace(config, rows_per_step=8), TRUE, true_target).total > 5 * GIB
+
+
+def test_embedding_and_head_that_are_one_matrix_count_once(tmp_path):
+    one, two = (Target(tiny_target("llama", tie=tie), (0, 2)).ends for tie in (True, False))
+    assert 2 * shape_of_ends(one, 4).ends == shape_of_ends(two, 4).ends == 2 * 4 * one.embedding_VH.numel()
+
+
+def test_ranks_are_offered_shards_pairs_and_fewer_slots(true_target):
+    config = TrainConfig(ranks=8, rows_per_step=16)
+    small = predict(config, TRUE, true_target).total - GIB // 10
+    offers = " ".join(what_fits(config, TRUE, true_target, small))
+    for flags in ("--drafter-sharding", "--rows-per-step 8", "--dp-pairs 4", "--target-sharding"):
+        assert flags in offers
+    apart = TrainConfig(dp_pairs=4)
+    small = predict(apart, TRUE, true_target).total - GIB // 10
+    offers = " ".join(what_fits(apart, TRUE, true_target, small))
+    assert "--link-credits 1" in offers
+    assert "--taps-dir" not in offers
+    assert "--rows-per-step" not in offers
+
+
+def test_a_rank_that_only_drafts_is_explained_without_its_target(monkeypatch):
+    target = Target(tiny_target("qwen3"), (0, 2, 4))
+    config = training.drafter_config()
+    run = training.run_of(target, Drafter(config), token_budget=4096, max_anchors=8192, dp_pairs=1)
+    run = replace(run, target=None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 4 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
+    told = planner.explain_out_of_memory(run)
+    needed = need_of(run.config, config, target_shape(target, 4), "drafter").total
+    assert f"a step needs about {needed / GIB:.1f} GiB" in told
+    assert "would fit: " in told
+    offered = told.split("would fit: ")[1]
+    assert "--max-anchors" in offered
+    assert "--target-sharding" not in offered
+
+
+def test_shards_are_offered_with_rows_that_all_ranks_have_equally_many_of(true_target):
+    config = TrainConfig(ranks=8, rows_per_step=9)
+    small = predict(config, TRUE, true_target).total - GIB // 10
+    offers = " ".join(what_fits(config, TRUE, true_target, small))
+    assert "--drafter-sharding --rows-per-step 16 (" in offers
+    assert "--target-sharding --rows-per-step 16 (" in offers
+    readers = TrainConfig(target_ranks=3, drafter_ranks=1)
+    offers = " ".join(what_fits(readers, TRUE, true_target, 50 * GIB))
+    assert "--target-sharding --rows-per-step 3 (" in offers
+
+
+def test_a_colocated_rank_that_ran_out_is_offered_pairs_and_explained_by_both_parts(true_target):
+    told = say_out_of_memory(TrainConfig(ranks=2), TRUE, true_target, 75 * GIB, 79 * GIB)
+    assert "--dp-pairs 1 (" in told
+    assert "drafter masters" in told
+    assert "target weights" in told
+
+
+def test_each_role_is_held_against_each_card(true_target):
+    config = TrainConfig(target_ranks=3, drafter_ranks=1)
+    told = say_memory(config, TRUE, true_target, [("a", 50 * GIB, 49 * GIB)])
+    assert "memory of a drafter rank: 3" in told
+    assert "memory of a drafter rank: a: 50.0 GiB are enough" in told
+    assert (
+        "memory of a target rank: a: 50.0 GiB are too few; would fit: --target-sharding --rows-per-step 3 ("
+        in told
+    )
 
 
 def test_a_card_too_small_for_the_target_alone_is_told_so(true_target):
@@ -287,12 +432,13 @@ def test_out_of_memory_is_one_line_with_parts_other_processes_and_settings_below
 def test_a_run_that_ran_out_of_memory_is_explained_by_its_own_shapes(monkeypatch):
     target = Target(tiny_target("qwen3"), (0, 2, 4))
     config = training.drafter_config()
-    run = training.run_of(target, Drafter(config), token_budget=4096, max_anchors=512)
+    run = training.run_of(target, Drafter(config), token_budget=4096, max_anchors=8192)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 4 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     told = planner.explain_out_of_memory(run)
     needed = predict(run.config, config, target_shape(target, 4)).total
     assert f"a step needs about {needed / GIB:.1f} GiB" in told
+    assert "activations" in told
     assert told.startswith("the GPU's 4.0 GiB are too few")
 
 
@@ -332,7 +478,7 @@ def test_the_formula_counts_the_products_that_a_step_really_makes():
 
 def test_a_step_counts_its_rows_and_its_share_of_the_targets_pass():
     work = RowFlops(token=1, block_token=10, label=100, target_token=1000, block_size=4)
-    config = TrainConfig(accumulation=3, anchor_draws=2)
+    config = TrainConfig(rows_per_step=3, anchor_draws=2)
     assert step_flops(config, work, 5, 2, 6) == 3 * (5 + 80 + 600 + 5000 / 2)
 
 
@@ -417,26 +563,51 @@ def test_a_sketch_for_a_gpu_chooses_the_pass_without_one(tmp_path, family, flags
     assert (sketch.isolation, sketch.why_stock) == (isolation, why)
 
 
-def test_plan_tells_memory_and_time_without_reading_a_weight(tmp_path, capfd):
-    target = tmp_path / "target"
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """What `train --plan` says on a CPU, for more flags; the target has a configuration and no weights."""
+    root = tmp_path_factory.mktemp("planned")
+    target, run = root / "target", root / "run"
     tiny_target("qwen3", target, vocab_size=416)
     byte_tokenizer().save_pretrained(str(target))
     chats = write_jsonl(
-        tmp_path / "chats.jsonl", [{"messages": chat(f"ask {i}", "answer " * 9)} for i in range(12)]
+        root / "chats.jsonl", [{"messages": chat(f"ask {i}", "answer " * 9)} for i in range(12)]
     )
     prepare = ["prepare", "--input", str(chats), "--tokenizer", str(target)]
-    assert cli.main([*prepare, "--output-dir", str(tmp_path / "data"), "--holdout", "0"]) == 0
+    assert cli.main([*prepare, "--output-dir", str(root / "data"), "--holdout", "0"]) == 0
     (target / "model.safetensors").unlink()
-    flags = f"--target-model {target} --data-dir {tmp_path / 'data'} --output-dir {tmp_path / 'run'} --plan"
-    train = ["train", *f"{flags} --device cpu --taps 2 --token-budget 256 --max-anchors 16".split()]
-    capfd.readouterr()
-    assert cli.main(train) == 0
-    told = capfd.readouterr().err
+    flags = f"--target-model {target} --data-dir {root / 'data'} --output-dir {run} --plan"
+    flags += " --device cpu --taps 2 --token-budget 256 --max-anchors 16"
+
+    def plan(more: str) -> str:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            assert cli.main(["train", *flags.split(), *more.split()]) == 0
+        assert not run.exists()
+        return said.getvalue()
+
+    return plan
+
+
+def test_plan_tells_memory_and_time_without_reading_a_weight(planned):
+    told = planned("")
     assert re.search(r"memory: \d+\.\d GiB at the peak of a step", told)
     assert re.search(r"no GPU in this run: a card needs \d+\.\d GiB", told)
     assert re.search(r"time: about (less than )?[\d.]+ s a step, \d+ steps in", told)
-    assert re.search(r"cards: .*H200 less than 0.1 s", told)
-    assert not (tmp_path / "run").exists()
+    assert re.search(r"cards: .*\n(  .*\n)*  H200 +a step less than 0.1 s +\| a step", told)
+
+
+def test_the_cards_table_is_the_advice_for_1_8_and_64_gpus(true_target):
+    work = row_flops(TRUE, sum(true_target.layers))
+    config = TrainConfig(rows_per_step=1)
+    sizes = sizes_of(config, TRUE, true_target, 8192)
+    told = planner.say_cards(config, TRUE, true_target, work, sizes, rows=100_000)
+    lines = {line.split("  ")[1]: line.split("|") for line in told.splitlines()[1:-1]}
+    one, eight, _ = (float(re.search(r"([\d,]+) tokens", c)[1].replace(",", "")) for c in lines["H200"])  # type: ignore
+    assert eight / one == pytest.approx(8, rel=0.01)
+    assert "too small" in lines["H100"][0]
+    assert "split" in lines["H100"][1]
+    assert "split" in lines["H100"][2]
+    assert re.search(r"too small: .*RTX 4090", told)
 
 
 def test_the_table_shows_each_part_and_the_other_phases():
@@ -445,6 +616,20 @@ def test_the_table_shows_each_part_and_the_other_phases():
     assert lines[0] == "memory: 4.0 GiB at the peak of a step, a:"
     assert [line.split()[:2] for line in lines[1:3]] == [["weights", "3.00"], ["reserve", "1.00"]]
     assert lines[3].endswith("b 2.0 GiB")
+
+
+@pytest.mark.parametrize(
+    ("flags", "who", "how"),
+    [
+        ("--ranks 2", "target and drafter on each of 2 ranks", "colocated"),
+        ("--target-ranks 2 --drafter-ranks 1", "drafter on ranks 0, target on ranks 1, 2", "split 2:1"),
+    ],
+)
+def test_plan_says_who_sits_where_and_what_each_needs(planned, flags, who, how):
+    told = planned(flags)
+    assert f"plan: {who}" in told
+    assert re.search(rf"guessed for \d such ranks: {how}: [\d,]+ tokens/s", told)
+    assert told.count("at the peak of a step") == (2 if "split" in how else 1)
 
 
 def test_durations_are_short():

@@ -78,7 +78,7 @@ def test_bug_1_drafter_geometry_is_its_own_and_not_the_target_s():
     target = large_target()
     attention: Any = target.layers[3].self_attn
     assert (attention.head_dim, attention.k_proj.out_features) == (256, 4 * 256), "the trap is there"
-    config = drafter_config(TrainConfig(layers=3), target, mask_token_id=7)
+    config = drafter_config(TrainConfig(layers=3), target.ends, mask_token_id=7)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
     assert config.intermediate_size == 15360
     assert (config.hidden_size, config.vocab_size, config.num_target_layers) == (5120, 1000, 4)
@@ -99,7 +99,7 @@ def test_bug_1_drafter_geometry_is_its_own_and_not_the_target_s():
     ],
 )
 def test_bug_1_heads_and_mlp_are_chosen_freely(settings, geometry):
-    config = drafter_config(TrainConfig(**settings), large_target(), mask_token_id=7)
+    config = drafter_config(TrainConfig(**settings), large_target().ends, mask_token_id=7)
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size) == geometry
     config.check_against_target(5120, 1000, 4)
 
@@ -113,7 +113,7 @@ def test_bug_1_heads_and_mlp_are_chosen_freely(settings, geometry):
     ],
 )
 def test_bug_1_the_check_names_what_must_match_the_target(change, named):
-    config = replace(drafter_config(TrainConfig(), large_target(), mask_token_id=7), **change)
+    config = replace(drafter_config(TrainConfig(), large_target().ends, mask_token_id=7), **change)
     with pytest.raises(UserError, match=named) as e:
         config.check_against_target(5120, 1000, 4)
     assert "\n" not in str(e.value)
@@ -132,7 +132,7 @@ def test_bug_1_the_check_names_what_must_match_the_target(change, named):
     ],
 )
 def test_bug_1_everything_else_may_differ(change):
-    config = replace(drafter_config(TrainConfig(), large_target(), mask_token_id=7), **change)
+    config = replace(drafter_config(TrainConfig(), large_target().ends, mask_token_id=7), **change)
     config.check_against_target(5120, 1000, 4)
 
 

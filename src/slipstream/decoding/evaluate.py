@@ -292,20 +292,24 @@ def decode_after_training(run: Run, exported: Path, display: Display) -> dict[st
     """
     tokens = run.config.decode_tokens
     prompts = heldout_prompts(run.heldout_data, run.config.data_dir, run.config.decode_prompts)
-    fitting = [p for p in prompts if len(p.ids) + tokens <= run.target.config.max_position_embeddings]
+    fitting = [p for p in prompts if len(p.ids) + tokens <= run.ends.max_position_embeddings]
     if len(fitting) < len(prompts):
         left_out = len(prompts) - len(fitting)
         display.say(f"decode: {left_out} held-out prompts left out: longer than the target's context")
     if not fitting:
         return None
     tokenizer = load_tokenizer(run.config.target_model)
+    target = run.target
+    if target is None:  # this rank has drafted only
+        taps = run.ends.target_layer_ids
+        target = load_target(run.config.target_model, taps, 0, run.device, run.dtype, "stock")
     display.start("decode", len(fitting))
     evaluation = evaluate(
-        run.target,
+        target,
         load_drafter(exported, run.device, run.dtype),
         {"held-out": fitting},
         max_new_tokens=tokens,
-        stop_ids=stop_ids(run.target.model.generation_config, tokenizer),
+        stop_ids=stop_ids(run.ends.generation_config, tokenizer),
         table=training_table(run.rows.dataset),
         seed=run.config.seed,
         progress=display.advance,

@@ -1,7 +1,7 @@
-"""How taps reach the drafter's step: straight from the target (`online_taps`) or from disk (`TapCache`).
+"""How taps reach the drafter's step: straight from the target (`Target.taps`) or from disk (`TapCache`).
 
 A link is a function row → taps [S, T·H]. The disk link records every packed row once: for small targets and
-many epochs the target then costs nothing. Links between devices come with split placement.
+many epochs the target then costs nothing. The link between ranks is in channel.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slipstream.config import UserError
 from slipstream.data.pack import Row
@@ -47,11 +48,12 @@ class TapFacts:
 
 def target_fingerprint(target: Target) -> str:
     """Hash of the names, shapes and a sample of the values of all weights; independent of where they were
-    loaded from.
+    loaded from, and whether they are in parts: then all ranks of the group call it together.
     """
     digest = hashlib.sha256()
     for name, weight in target.model.named_parameters():
-        sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)][:64]
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        sample = whole.detach().flatten()[:: max(1, whole.numel() // 64)][:64]
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         digest.update(sample.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -152,10 +154,6 @@ class TapCache:
             return out_SC
 
         return read
-
-
-def online_taps(target: Target) -> TapLink:
-    return target.taps
 
 
 def holding(link: TapLink, rows: int) -> TapLink:

@@ -23,7 +23,7 @@ from torch import Tensor
 from slipstream import __version__
 from slipstream.config import UserError
 from slipstream.models.drafter import FULL, SLIDING, Drafter, DrafterConfig
-from slipstream.training.checkpoint import complete_checkpoints, fsync, load_masters
+from slipstream.training.checkpoint import MANIFEST, complete_checkpoints, fsync, load_masters
 
 ARCHITECTURE = "DFlashDraftModel"
 CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "slipstream.json"
@@ -280,7 +280,7 @@ def export_run(source: Path, output_dir: Path, replace: bool) -> Path:
     if not source.is_dir():
         raise UserError(f"{source}: no such folder: give a run's folder or one of its checkpoints")
     checkpoint = source
-    if not (source / "drafter.safetensors").exists():
+    if not (source / MANIFEST).exists():
         found = complete_checkpoints(source)
         if not found:
             raise UserError(

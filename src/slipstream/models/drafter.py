@@ -16,7 +16,8 @@ matrix work runs in the dtype of the activations that come in, norms and rotary 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -252,6 +253,22 @@ class Drafter(nn.Module):
                 torch.compile(Layer.forward, fullgraph=True, dynamic=False),
                 torch.compile(RMSNorm.forward, fullgraph=True, dynamic=False),
             )
+
+    def use_shards(self, compiled: bool) -> None:
+        """Call the layers as modules, whose hooks gather a layer's shards and put them away; with `compiled`
+        what lies between the hooks is one graph. Gathered weights are in the working dtype: no copies.
+        """
+        pieces = PLAIN
+        if compiled:
+            forward = torch.compile(Layer.forward, fullgraph=True, dynamic=False)
+            for layer in self.stack():
+                object.__setattr__(layer, "forward", MethodType(forward, layer))
+            pieces = _Compiled(
+                torch.compile(Drafter.context, fullgraph=True, dynamic=False),
+                PLAIN.layer,
+                torch.compile(RMSNorm.forward, fullgraph=True, dynamic=False),
+            )
+        self._compiled = replace(pieces, layer=Layer.__call__)
 
     @property
     def working_dtype(self) -> torch.dtype:

@@ -10,11 +10,13 @@ Shapes: S tokens of a row · n sample tokens · T taps · H hidden size · V voc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.config import UserError
 from slipstream.data.pack import Row
 from slipstream.models.target import Target
 
@@ -49,7 +51,7 @@ def self_check(target: Target, sample_row: Row) -> list[Check]:
     The row must hold at least `MIN_SAMPLE_TOKENS` tokens (its documents are run together as one text). At
     most `SAMPLE_TOKENS` are taken, `FUSED_SAMPLE_TOKENS` where rows are read fused: that many go through the
     stock model too, however long the row is. A fused pass is compiled for one length of row, so it is
-    checked at the sample row's.
+    checked at the sample row's. All ranks of a sharded target call this together, with the same row.
     """
     fused = target.isolation == "fused"
     limit = FUSED_SAMPLE_TOKENS if fused else SAMPLE_TOKENS
@@ -247,6 +249,22 @@ def tap_health(taps_SC: Tensor, num_taps: int) -> str | None:
             if bool((features - features[0]).abs().max() <= 1e-5 * features.abs().max()):
                 return f"{name} is the same at all {used} tokens"
     return None if used else "all taps are zero"
+
+
+def refuse_unhealthy(row: Row, taps_UC: Tensor, num_taps: int, documents: Sequence[int]) -> None:
+    """A `UserError` for what `tap_health` says of a row's taps [U, T·H], with the documents it is true of.
+    `documents`: the dataset's number of each document in the row; empty where there is no dataset.
+    """
+    trouble = tap_health(taps_UC, num_taps)
+    if trouble is None:
+        return
+    of_spans = zip(documents, row.spans(), strict=True) if documents else ()
+    bad = [document for document, (start, end) in of_spans if tap_health(taps_UC[start:end], num_taps)]
+    where = f", documents {bad or list(documents)}" if documents else ""
+    raise UserError(
+        f"row {row.row_id}{where}: the target's features are {trouble}: training on them teaches nothing: "
+        "leave these documents out, or try --target-pass stock"
+    )
 
 
 def _differences(ours_nH: Tensor, theirs_nH: Tensor) -> Tensor:

@@ -14,15 +14,15 @@ taps · H hidden size · V vocabulary (rows of the embedding).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -31,8 +31,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from slipstream.config import UserError
 from slipstream.data.pack import Row
 from slipstream.models.documents import Span, group_spans
+from slipstream.models.ends import Head, TargetEnds, blank_model, ends_of, read_ends
 from slipstream.models.families import Family, Isolation, family_of
 from slipstream.models.fp8 import fp8_blocks, load_fp8_checkpoint, supports_fp8
+from slipstream.models.target_shards import load_shards
 from slipstream.models.trunk import FULL, SLIDING, Trunk, why_not_fused
 from slipstream.system.kernels import only_launching_thread
 
@@ -74,28 +76,6 @@ def check_target_layer_ids(ids: tuple[int, ...], num_layers: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Head:
-    """The target's frozen output head: logits = softcap·tanh(x·multiplier/softcap) of x = hidden Wᵀ + b."""
-
-    weight_VH: Tensor
-    bias_V: Tensor | None
-    multiplier: float
-    softcap: float | None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] after a final norm → [..., V], in the dtype of `hidden`, which must be the weight's."""
-        return self.scale(F.linear(hidden, self.weight_VH, self.bias_V))
-
-    def scale(self, product: Tensor) -> Tensor:
-        """Multiplier and softcap on hidden Wᵀ + b of any slice of the vocabulary."""
-        if self.multiplier != 1.0:
-            product = product * self.multiplier
-        if self.softcap is not None:
-            product = self.softcap * torch.tanh(product / self.softcap)
-        return product
-
-
 class _LastTapReached(Exception):
     """Ends a target pass at its last tap: nothing after it is wanted."""
 
@@ -107,6 +87,10 @@ class Target:
     they say; `fp8` reads them fused with matrix products in FP8. Raises `UserError` where that is impossible.
     The hooks are installed once and do nothing but during a pass of this class, so that `model` can be used
     beside it.
+
+    With a `group` the layers are in parts on its ranks (target_shards.py), each of which reads rows of its
+    own. All call the same methods in the same order: `taps` or, for want of a row, `read_nothing`; and
+    `decode_step` and `model` in step, for every pass gathers layers from all.
     """
 
     def __init__(
@@ -115,34 +99,26 @@ class Target:
         target_layer_ids: tuple[int, ...],
         pass_: Pass = "auto",
         fp8: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
+        self.group = group
         self.decoder: nn.Module = model.get_decoder()
         self.config: PreTrainedConfig = model.config.get_text_config()
         facts = self.config.to_dict()
-        self.model_type: str = facts["model_type"]
-        self.family = family_of(self.model_type)
-        self.hidden_size: int = self.config.hidden_size
-        self.num_layers: int = self.config.num_hidden_layers
-        self.rope_theta = _rope_theta(facts)
         self.sliding_window: int | None = facts.get("sliding_window")
-        self.layers = _decoder_layers(self.decoder, self.num_layers)
-        check_target_layer_ids(target_layer_ids, self.num_layers)
-        self.target_layer_ids = target_layer_ids
+        self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers)
+        check_target_layer_ids(target_layer_ids, len(self.layers))
 
-        embedding, output = _embedding_and_head(model)
-        self.embedding_VH: Tensor = embedding.weight
-        self.vocab_size: int = embedding.weight.shape[0]
-        self.input_embedding_scale = float(self.family.embedding_scale(facts))
-        self.head = Head(
-            output.weight,
-            output.bias,
-            float(self.family.logit_multiplier(facts)),
-            facts.get("final_logit_softcapping"),
-        )
-        self.device, self.dtype = embedding.weight.device, embedding.weight.dtype
+        ends = self.ends = ends_of(model, target_layer_ids)
+        self.model_type, self.family = ends.model_type, family_of(ends.model_type)
+        self.hidden_size, self.vocab_size = ends.hidden_size, ends.vocab_size
+        self.num_layers, self.target_layer_ids = ends.num_layers, ends.target_layer_ids
+        self.rope_theta, self.input_embedding_scale = ends.rope_theta, ends.input_embedding_scale
+        self.device, self.dtype, self.embedding_VH = ends.device, ends.dtype, ends.embedding_VH
+        self.head: Head = ends.head
         self.isolation, self.why_stock = choose_pass(
-            self.family, facts, self.decoder, self.device, self.dtype, pass_, fp8
+            self.family, facts, self.decoder, self.device, self.dtype, pass_, fp8, group is not None
         )
         self.trunk: Trunk | None = None
         if self.isolation == "fused":
@@ -177,12 +153,8 @@ class Target:
         if self.isolation == "fused":
             assert self.trunk is not None
             return self.trunk.taps(row)
-        taps_SC = torch.zeros(
-            len(row.input_ids),
-            len(self.target_layer_ids) * self.hidden_size,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        width = len(self.target_layer_ids) * self.hidden_size
+        taps_SC = torch.zeros(len(row.input_ids), width, dtype=self.dtype, device=self.device)
         spans = row.spans()
         if self.isolation == "packed" and len(spans) > 1:
             end = spans[-1][1]
@@ -191,9 +163,33 @@ class Target:
             )
             taps_SC[:end] = torch.cat(taps, dim=-1)[0]
             return taps_SC
-        for group in group_spans(spans, len(row.input_ids)):
+        groups = group_spans(spans, len(row.input_ids))
+        idle = self._passes(len(groups)) - len(groups)
+        for group in groups:
             self._read_group(row, group, taps_SC)
+        self._read_nothing(idle)
         return taps_SC
+
+    @only_launching_thread
+    @torch.no_grad()
+    def read_nothing(self) -> None:
+        """A rank's part in one row of each other rank of a sharded target when it has none itself."""
+        self._read_nothing(self._passes(0))
+
+    def _read_nothing(self, passes: int) -> None:
+        one = torch.zeros(1, 1, dtype=torch.int64)
+        for _ in range(passes):
+            self._pass_to_last_tap(one, one, None)
+
+    def _passes(self, needed: int) -> int:
+        """The passes that all ranks make for a row each: as many as the one that needs the most."""
+        if self.group is None:
+            return needed
+        if self.isolation == "packed":
+            return 1
+        most = torch.tensor(needed)
+        dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
+        return int(most)
 
     def _read_group(self, row: Row, group: list[Span], out_SC: Tensor) -> None:
         """Reads documents as one right-padded batch: a causal model needs no mask for such padding."""
@@ -277,6 +273,7 @@ def choose_pass(
     dtype: torch.dtype,
     pass_: Pass,
     fp8: bool,
+    sharded: bool = False,
 ) -> tuple[Isolation, str | None]:
     """How rows are read on `device` and, where stock layers do it on a GPU though nobody asked for them, why.
 
@@ -292,7 +289,9 @@ def choose_pass(
     if pass_ == "stock" or not (wanted or device.type == "cuda"):
         return stock, None
     on_gpu, fla = device.type == "cuda", find_spec("fla") is not None
-    why = why_not_fused(family.trunk, facts, decoder, dtype, fp8, on_gpu, fla)
+    why = "its layers are in parts on several GPUs"
+    if not sharded:
+        why = why_not_fused(family.trunk, facts, decoder, dtype, fp8, on_gpu, fla)
     if why is None and fp8 and on_gpu:
         why = supports_fp8(torch.cuda.get_device_capability(device))
     if why is None:
@@ -301,22 +300,6 @@ def choose_pass(
         setting = "--target-fp8" if fp8 else "--target-pass fused"
         raise UserError(f"{setting}: the fused pass cannot read this target: {why}")
     return stock, why
-
-
-def _embedding_and_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
-    """The plain table and matrix that a drafter shares with its target; `UserError` for anything else."""
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    name = type(model).__name__
-    if not isinstance(embedding, nn.Embedding) or not isinstance(output, nn.Linear):
-        raise UserError(
-            f"target: {name} has no plain embedding and head for a drafter to share: name another"
-        )
-    if embedding.weight.shape != output.weight.shape or not output.weight.is_floating_point():
-        raise UserError(
-            f"target: {name}'s embedding {tuple(embedding.weight.shape)} and head "
-            f"{tuple(output.weight.shape)} are no pair of one shape in floating point: leave both unquantised"
-        )
-    return embedding, output
 
 
 def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
@@ -330,19 +313,12 @@ def _decoder_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
     return lists[0]
 
 
-def _rope_theta(facts: dict) -> float:
-    """The base of the rotary embedding (of full-attention layers, where kinds differ); 10000 if none."""
-    rope = facts.get("rope_parameters") or {}
-    rope = rope.get(FULL, rope)
-    return float(rope.get("rope_theta", 10000.0))
-
-
 def wanted_pass(asked: Pass, compiled: bool) -> Pass:
     """`auto` without a compiler is the stock layers: the fused pass is one of compiled kernels."""
     return "stock" if asked == "auto" and not compiled else asked
 
 
-def check_vocab(target: Target, max_token_id: int) -> None:
+def check_vocab(target: Target | TargetEnds, max_token_id: int) -> None:
     """Raises `UserError` when data holds a token id that is no row of the target's embedding."""
     if max_token_id >= target.vocab_size:
         raise UserError(
@@ -359,38 +335,83 @@ def load_target(
     dtype: torch.dtype,
     pass_: Pass = "auto",
     fp8: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Target:
     """Loads a causal LM from a folder (or hub name), frozen, on `device` in `dtype`.
 
-    `target_layer_ids` None spreads `taps` of them; `pass_` and `fp8` as `Target` takes them. Raises
-    `UserError` for a missing or broken folder, a model that is no causal LM, weights that are missing from
-    the files, taps out of range, and a pass that cannot read this model.
+    `target_layer_ids` None spreads `taps` of them; `pass_`, `fp8` and `group` as `Target` takes them. With a
+    group all its ranks call this together; it must take CPU tensors too. Raises `UserError` for a missing or
+    broken folder, a model that is no causal LM, weights that are missing from the files, taps out of range,
+    and a pass that cannot read this model.
     """
-    config, target_layer_ids = target_config(path, target_layer_ids, taps)
+    config, ids = target_config(path, target_layer_ids, taps)
+    text = config.get_text_config()
+    family = family_of(text.model_type)
     # A mask of our own is only read by these two implementations; SDPA is the faster.
-    packed = family_of(config.get_text_config().model_type).isolation == "packed"
-    attention = "sdpa" if packed else None
+    attention = "sdpa" if family.isolation == "packed" else None
+    if group is None:
+        return Target(_load_whole(path, config, dtype, attention).to(device), ids, pass_, fp8)
+    with _refusals(path):
+        model = blank_model(config, dtype, attention)
+    decoder: nn.Module = model.get_decoder()
+    layers = _decoder_layers(decoder, text.num_hidden_layers)
+    # refused before minutes of loading
+    choose_pass(family, text.to_dict(), decoder, device, dtype, pass_, fp8, sharded=True)
+    load_shards(model, decoder, layers, lambda: _load_whole(path, config, dtype, attention), device, group)
+    return Target(model, ids, pass_, fp8, group)
+
+
+def load_ends(
+    path: str,
+    target_layer_ids: tuple[int, ...] | None,
+    taps: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> TargetEnds:
+    """The `ends` of the target that `load_target` gives for the same arguments; nothing else is read. Raises
+    `UserError` as that does for what the configuration, the embedding and the head show.
+    """
+    config, ids = target_config(path, target_layer_ids, taps)
+    fp8_blocks(config, path)
+    with _refusals(path):
+        loaded = read_ends(path, config, dtype)
+    return ends_of(_complete(path, *loaded).requires_grad_(False).to(device), ids)
+
+
+def _load_whole(
+    path: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str | None
+) -> Any:  # that a module's device is given to `to`, its annotation hides
+    """The model in the host's memory."""
     block = fp8_blocks(config, path)
-    try:
+    with _refusals(path):
         loaded: Any = (
             AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=attention, output_loading_info=True
             )
             if block is None
             else load_fp8_checkpoint(path, config, block, dtype, attention)
-        )
-        model, report = loaded  # its annotation leaves the report out
+        )  # its annotation leaves the report out
+    return _complete(path, *loaded)
+
+
+@contextlib.contextmanager
+def _refusals(path: str) -> Iterator[None]:
+    try:
+        yield
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as e:
         raise UserError(f"{path}: cannot load this target: {one_line(e)}") from e
+
+
+def _complete(path: str, model: Any, report: dict[str, Any]) -> Any:
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(
             f"{path}: {len(missing)} weights are not in the files ({missing[0]}, …) and would be random: "
             "name a complete causal language model"
         )
-    return Target(model.to(device), target_layer_ids, pass_, fp8)
+    return model
 
 
 def target_config(

@@ -1,16 +1,14 @@
-"""What a run needs, before it starts: memory by part, the settings that would fit, the time of a step.
+"""What a run needs, before it starts: `plan` says memory by part and rank, the time of a step, and both on
+other machines, without reading a weight; `explain_out_of_memory` what to change where it did not fit.
 
-`predict` and what is made of it are pure: shapes in, bytes out. `plan` says all of it for a recipe without
-reading a weight. Measuring a real step is the training loop's.
-
-Shapes: S tokens of a packed row · N blocks · B block size · Q = N·B block tokens · T taps · H hidden size ·
-V vocabulary · F MLP width · L drafter layers.
+What a step's parts need is memory.py's, how they make a step on many ranks scaling.py's; measuring is
+probe.py's and the training loop's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import replace
 
 import torch
 
@@ -18,266 +16,91 @@ from slipstream.config import TrainConfig
 from slipstream.data.shards import open_dataset
 from slipstream.data.tokenizer import load_generation_config, load_tokenizer, stop_ids
 from slipstream.distributed.link import TapCache
-from slipstream.distributed.placement import Plan
+from slipstream.distributed.placement import Plan, placement_of, rows_of_a_step
 from slipstream.models.drafter import Drafter, DrafterConfig
 from slipstream.models.families import choose_mask_token
 from slipstream.models.sketch import sketch_target
-from slipstream.models.target import Target
 from slipstream.system.facts import GIB, gib
-from slipstream.training import loss, setup
+from slipstream.system.memory import (
+    CONTEXT,
+    NCCL,
+    Role,
+    TargetShape,
+    drafter_parameters,
+    fits,
+    need_of,
+    roles,
+    say_offers,
+    shape_of_ends,
+    target_shape,
+    what_fits,
+    why_not,
+)
+from slipstream.system.memory import predict as predict  # recipe.py and tests know it from here
+from slipstream.system.scaling import (
+    CARDS,
+    FLEETS,
+    REACHED,
+    Advice,
+    Sizes,
+    card_named,
+    estimate,
+    guess,
+    recommend,
+    say_estimate,
+    say_place,
+    sizes_of,
+)
+from slipstream.training import setup
 from slipstream.training.attention import choose_attention
 from slipstream.training.blocks import draw_anchors, make_blocks
-from slipstream.training.flops import (
-    expected_seconds,
-    fp8_ceiling,
-    layer_elements,
-    matmul_ceiling,
-    row_flops,
-    step_flops,
-    target_layers,
-)
+from slipstream.training.flops import RowFlops, fp8_ceiling, matmul_ceiling, row_flops, step_flops, times_ms
 from slipstream.training.metrics import Display
 from slipstream.training.run import Rows, Run, describe_drafter, describe_plan, describe_rows
 
-LEAST_ANCHORS, LEAST_TOKENS = 32, 512
-"""No fewer are offered where memory is short."""
-CONTEXT = 7 * GIB // 10
-"""Of CUDA, its libraries and loaded kernels; outside torch's allocator."""
-SPARE = 0.02
-"""Share of everything that the allocator holds without using it."""
-DATASHEET = 0.75
-"""Share of a datasheet's dense bf16 figure that a large product reaches: a guess, measured where a GPU is."""
-CARDS = {
-    "B200": (178, 2250), "H200": (139, 989), "H100": (79, 989), "A100": (79, 312), "RTX PRO 6000": (94, 503),
-    "L40S": (44, 362), "RTX 5090": (31, 209), "RTX 4090": (23, 165),
-}  # fmt: skip
-"""GiB as torch sees them, and dense bf16 TFLOP/s of NVIDIA's datasheets (fp32 sums)."""
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """What a target costs."""
-
-    weights: int
-    """Bytes."""
-    layers: tuple[int, ...]
-    """Matrix elements that a token meets in each layer up to the last tap."""
-
-
-def target_shape(target: Target, element_size: int) -> TargetShape:
-    """Of a target that is loaded or sketched, with weights of so many bytes an element."""
-    parameters = sum(p.numel() for p in target.model.parameters())
-    return TargetShape(parameters * element_size, tuple(target_layers(target)))
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes on the GPU that holds target and drafter."""
-
-    parts: dict[str, int]
-    """At the step's peak; they sum to `total`."""
-    phases: dict[str, int]
-    """The peak of each phase of a step, as the allocator counts: without the reserve."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-    @property
-    def peak(self) -> str:
-        """The phase that needs most."""
-        return max(self.phases, key=self.phases.__getitem__)
-
-    def table(self) -> str:
-        """Parts at the peak, a line each, then the other phases."""
-        lines = [f"memory: {gib(self.total)} at the peak of a step, {self.peak}:"]
-        shown = {name: size for name, size in self.parts.items() if size > GIB / 200}
-        lines += [f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in shown.items()]
-        others = ", ".join(f"{name} {gib(size)}" for name, size in self.phases.items() if name != self.peak)
-        return "\n".join([*lines, f"  less at other times (reserve left out): {others}"])
-
-
-def predict(config: TrainConfig, geometry: DrafterConfig, target: TargetShape) -> Need:
-    """Memory of a step on a GPU with compiled layers, for a full row with all its blocks: the worst case.
-
-    At all times: the target's weights (and 8-bit copies), the drafter's fp32 masters and two moments (4 and 8
-    bytes a parameter), its matrices in the working dtype, the taps. Beside them, by phase:
-
-    - the target's pass: an activation for every column and row of its widest layer's matrices, four
-      residuals and once more the taps; some of it is gone before the rest comes;
-    - the head: what all layers keep for their backward pass, and a chunk of logits;
-    - the backward pass: layer by layer what was kept goes and gradients (4 bytes a parameter) come;
-    - the update: all gradients.
-
-    Checked on one H200 (torch 2.11) at S = 8192, N = 512, B = 16, L = 5, H = 5120, 32/8 heads of 128,
-    F = 17408, V = 248320, T = 5: at the peak, the head, 8.57 GiB were measured beside weights, copies,
-    moments and taps, 9.47 and 10.2 with chunks twice and three times as large; tests/unit/test_planner.py.
-    """
-    g, e = geometry, 4 if config.dtype == "float32" else 2
-    s, n, h = config.token_budget, config.max_anchors, geometry.hidden_size
-    q, slots = n * g.block_size, g.block_size - 1
-    layer, parameters = layer_elements(g), drafter_parameters(g)
-    matrices = len(g.target_layer_ids) * h**2 + g.num_layers * layer
-    taps = e * s * len(g.target_layer_ids) * h
-    held = config.anchor_draws > 1  # over several steps
-
-    whole = kept_by_layer(g, s, q, e)
-    kept = e * q * h if config.activation_checkpointing else whole
-    context = 2 * e * s * h  # fc's output and its norm; as much again for their slopes
-    rotary = 8 * g.head_dim * (s + q)
-    chunk = min(n, max(1, 128 * loss.CHUNK_TILES // slots)) * slots
-    noisy = taps if config.noise and held else 0
-    earlier = 4 * parameters if config.accumulation > 1 else 0  # gradients of the step's rows before
-
-    def backward(left: int) -> dict[str, int]:
-        """With so many layers before the one that is worked on."""
-        last = left == g.num_layers - 1
-        # slopes of what the layer gave, of gate and up, and down_proj's gradient come before anything goes
-        slopes = e * q * (h + 2 * g.intermediate_size) + 4 * h * g.intermediate_size
-        activations = left * kept + whole + slopes + context + (0 if last else context) + rotary
-        gradients = earlier or 4 * layer * (g.num_layers - 1 - left)
-        return {"activations": activations, "gradients": gradients, "noisy taps": noisy}
-
-    steady = {
-        "target weights": target.weights,
-        "target in FP8": sum(target.layers) if config.target_fp8 else 0,
-        "drafter masters": 4 * parameters,
-        "drafter working copies": e * matrices if e < 4 else 0,
-        "optimiser's moments": 8 * parameters,
-        "taps": taps * (config.accumulation if held else 1),
-    }
-    read = 0 if config.taps_dir else e * s * (max(target.layers) // h + 4 * h) + taps
-    phases = {
-        "the target's pass": {"target's pass": read, "gradients": earlier},
-        "the head": {
-            "activations": g.num_layers * kept + context + rotary + 2 * e * q * h,
-            "head chunk": e * (chunk * (g.vocab_size + 3 * h) + n * slots * h),
-            "gradients": earlier,
-            "noisy taps": noisy,
-        },
-        "the backward pass": max((backward(0), backward(g.num_layers - 1)), key=lambda p: sum(p.values())),
-        "the update": {"gradients": 4 * parameters},
-    }
-    peaks = {name: sum(steady.values()) + sum(parts.values()) for name, parts in phases.items()}
-    peak = max(peaks, key=peaks.__getitem__)
-    return Need(steady | phases[peak] | {"reserve": CONTEXT + int(SPARE * peaks[peak])}, peaks)
-
-
-def drafter_parameters(geometry: DrafterConfig) -> int:
-    """All of a drafter's: matrices, two norms and two norms of heads a layer, two norms beside."""
-    g = geometry
-    layer = layer_elements(g) + 2 * (g.hidden_size + g.head_dim)
-    return g.num_layers * layer + len(g.target_layer_ids) * g.hidden_size**2 + 2 * g.hidden_size
-
-
-def kept_by_layer(geometry: DrafterConfig, s: int, q: int, element_size: int) -> int:
-    """Bytes that a compiled layer keeps for its backward pass: what its graph saves.
-
-    Input, its norm, the residual behind attention, its norm: 4 × [Q, H]. Queries before and after their norm,
-    attention's output as it came and with heads side by side: 4 × [Q, nq·D]. Gate, up and what down_proj
-    reads: 3 × [Q, F]. The product of keys and values, keys, values: 4 × [S + Q, nkv·D]. Scales of
-    norms and of attention: fp32.
-    """
-    g = geometry
-    queries = 4 * (g.hidden_size + g.num_heads * g.head_dim) + 3 * g.intermediate_size
-    scales = q * (2 + 2 * g.num_heads + g.num_kv_heads) + s * g.num_kv_heads
-    return element_size * (q * queries + 4 * (s + q) * g.num_kv_heads * g.head_dim) + 4 * scales
-
-
-def fits(need: Need, capacity: int) -> bool:
-    """Whether it fits on a GPU of so many bytes."""
-    return need.total <= capacity
-
-
-Change = tuple[str, TrainConfig, DrafterConfig]
-"""Flags to type, and what they make of a recipe."""
-
-
-def what_fits(config: TrainConfig, geometry: DrafterConfig, target: TargetShape, capacity: int) -> list[str]:
-    """Settings that fit into `capacity` bytes, as flags to type and what is needed then: one thing changed,
-    the cheapest first; where none is enough, several at once. Empty where these are not enough either.
-    """
-
-    def first(changes: Iterable[Change]) -> list[str]:
-        for flags, recipe, drafter in changes:
-            if fits(need := predict(recipe, drafter, target), capacity):
-                return [f"{flags} ({gib(need.total)})"]
-        return []
-
-    singles = [offer for group in single_changes(config, geometry) for offer in first(group)]
-    return singles or first(joint_changes(config, geometry))
-
-
-def single_changes(config: TrainConfig, geometry: DrafterConfig) -> Iterator[Iterable[Change]]:
-    """By group, the cheapest first; in a group the smallest change first."""
-    if config.target_fp8:
-        yield [("--no-target-fp8", replace(config, target_fp8=False), geometry)]
-    if not config.activation_checkpointing:
-        yield [("--activation-checkpointing", replace(config, activation_checkpointing=True), geometry)]
-    if config.taps_dir is None:
-        yield [("--taps-dir with taps of `slipstream cache`", replace(config, taps_dir="taps"), geometry)]
-    if config.accumulation > 1:
-        yield [("--accumulation 1", replace(config, accumulation=1), geometry)]
-    yield (
-        (f"--max-anchors {n}", replace(config, max_anchors=n), geometry)
-        for n in halves(config.max_anchors, LEAST_ANCHORS)
-    )
-    yield (
-        (f"--token-budget {s}", replace(config, token_budget=s), geometry)
-        for s in halves(config.token_budget, LEAST_TOKENS)
-    )
-    yield (
-        (f"--layers {n}", config, replace(geometry, num_layers=n, layer_types=geometry.layer_types[-n:]))
-        for n in range(geometry.num_layers - 1, 0, -1)
-    )
-
-
-def joint_changes(config: TrainConfig, geometry: DrafterConfig) -> Iterator[Change]:
-    """What costs time only, and then shorter rows with fewer blocks, one step after the other."""
-    slow = replace(config, activation_checkpointing=True, target_fp8=False, accumulation=1)
-    flags = "--activation-checkpointing --no-target-fp8 --accumulation 1"
-    anchors = halves(2 * config.max_anchors, LEAST_ANCHORS)
-    for n, s in zip(anchors, halves(2 * config.token_budget, LEAST_TOKENS), strict=False):
-        less = replace(slow, max_anchors=n, token_budget=s)
-        yield f"{flags} --max-anchors {n} --token-budget {s}", less, geometry
-
-
-def halves(value: int, least: int) -> Iterator[int]:
-    while (value := value // 2) >= least:
-        yield value
+LEAST_STEP = 0.1
+"""Seconds below which launches and the host decide, not what is counted."""
 
 
 def explain_out_of_memory(run: Run) -> str:
     """One line for a GPU on which the largest row did not fit: what a step needs, and settings to try."""
     free, total = torch.cuda.mem_get_info(run.device)
-    ours = free + torch.cuda.memory_reserved(run.device)
-    shape = target_shape(run.target, run.dtype.itemsize)
-    return say_out_of_memory(run.config, run.drafter.config, shape, ours + CONTEXT, total)
+    beside = CONTEXT + (NCCL if run.crew.place.ranks > 1 else 0)
+    ours = free + torch.cuda.memory_reserved(run.device) + beside
+    shape = shape_of_ends(run.ends, run.dtype.itemsize)
+    role: Role = "drafter"
+    if run.target is not None:
+        shape = target_shape(run.target, run.dtype.itemsize)
+        role = "colocated" if run.crew.drafts else "target"
+    return say_out_of_memory(run.config, run.drafter.config, shape, ours, total, role)
 
 
 def say_out_of_memory(
-    config: TrainConfig, geometry: DrafterConfig, target: TargetShape, ours: int, total: int
+    config: TrainConfig,
+    geometry: DrafterConfig,
+    target: TargetShape,
+    ours: int,
+    total: int,
+    role: Role = "colocated",
 ) -> str:
     """The same from bytes: those this process could have, and those of the GPU."""
-    need = predict(config, geometry, target)
+    need = need_of(config, geometry, target, role)
     parts = ", ".join(f"{name} {gib(size)}" for name, size in need.parts.items() if size > GIB // 20)
     taken = f"; other processes hold {gib(total - ours)}" if total - ours > GIB else ""
-    offers = what_fits(config, geometry, target, min(ours, int(0.95 * need.total)))
+    known = None if target.layers else role  # of other ranks nothing can be said without the target's layers
+    offers = what_fits(config, geometry, target, min(ours, int(0.95 * need.total)), known)
     return (
         f"the GPU's {gib(total)} are too few for the largest row{taken}: a step needs about "
         f"{gib(need.total)} ({parts}): {say_offers(offers, target)}"
     )
 
 
-def say_offers(offers: list[str], target: TargetShape) -> str:
-    if offers:
-        return "would fit: " + "; ".join(offers)
-    return f"no setting is enough (the target alone takes {gib(target.weights)}): use a larger GPU"
-
-
 def plan(config: TrainConfig, display: Display) -> None:
     """Says what a run would be, need and take. Reads data and configurations, no weights, writes nothing."""
     setup.check_settings(config)
+    place = placement_of(config)
+    config = replace(config, rows_per_step=rows_of_a_step(config, place))
+    assert config.rows_per_step is not None
     device = setup.choose_device(config.device)
     dtype = setup.choose_dtype(config.dtype, device)
     attention = choose_attention(config.attention, device, config.compile)
@@ -287,36 +110,54 @@ def plan(config: TrainConfig, display: Display) -> None:
     setup.check_anchors(rows, config)
 
     target = sketch_target(config, device, dtype)
+    ends = target.ends
     tokenizer = load_tokenizer(config.target_model)
     setup.check_ids(target, tokenizer, rows.dataset, open_dataset(config.data_dir, "heldout"))
     stops = stop_ids(load_generation_config(config.target_model), tokenizer)
     mask_token_id, source = choose_mask_token(
         config.mask_token_id, target.model_type, target.vocab_size, tokenizer, stops
     )
-    geometry = setup.drafter_config(config, target, mask_token_id)
+    geometry = setup.drafter_config(config, ends, mask_token_id)
     with torch.device("meta"):
         drafter = Drafter(geometry)
-    display.say(describe_drafter(drafter, target, source))
-    steps = Plan(config.seed, rows.count, config.accumulation, config.anchor_draws).steps(config.epochs)
+    display.say(describe_drafter(drafter, ends, target.isolation, source))
+    steps = Plan(config.seed, rows.count, config.rows_per_step, config.anchor_draws).steps(config.epochs)
     steps = config.max_steps or steps
-    display.say(describe_plan(config, rows.count, steps, device, dtype, attention))
+    display.say(describe_plan(config, place, rows.count, steps, device, dtype, attention))
 
     cuda = device.type == "cuda"
     shape = target_shape(target, 4 if config.dtype == "float32" else 2)
     display.say(say_memory(config, geometry, shape, gpus() if cuda else []))
     work = row_flops(geometry, 0 if config.taps_dir else sum(shape.layers))
     full = config.token_budget, config.max_anchors, config.max_anchors * (config.block_size - 1)
-    padded = step_flops(config, work, *full)
-    useful = step_flops(config, work, *mean_row(config, rows, mask_token_id))
+    mean = mean_row(config, rows, mask_token_id)
+    share = step_flops(config, work, *mean) / step_flops(config, work, *full)
     ceiling = matmul_ceiling(device, dtype, 8192 if cuda else 1024)
-    seconds = expected_seconds(padded if cuda else useful, ceiling, device.type)
-    if cuda and config.target_fp8:  # the target's part has a ceiling of its own
-        read = padded - step_flops(config, replace(work, target_token=0), *full)
-        seconds = expected_seconds(padded - read, ceiling, "cuda")
-        seconds += expected_seconds(read, fp8_ceiling(device), "cuda")
-    display.say(say_time(config, seconds, steps, ceiling, useful / padded))
-    if not cuda:
-        display.say(say_cards(predict(config, geometry, shape), padded))
+    reading = fp8_ceiling(device) if cuda and config.target_fp8 else ceiling
+    wires = card_named(torch.cuda.get_device_name(device) if cuda else "").wires
+    timed = guess(
+        work,
+        full if cuda else mean,  # a GPU multiplies padding too
+        drafter_parameters(geometry),
+        (reading, ceiling),
+        memory_speed(device),
+        wires,
+        device.type,
+    )
+    sizes = sizes_of(config, geometry, shape, mean[0])
+    made = estimate(timed, sizes, place)
+    display.say(say_time(config, made.seconds, steps, ceiling, share))
+    if place.ranks > 1:
+        display.say(f"time: guessed for {place.ranks} such ranks: {say_estimate(made)}")
+    display.say(say_cards(config, geometry, shape, work, sizes, steps * config.rows_per_step))
+
+
+def memory_speed(device: torch.device, size: int = 2**28) -> float:
+    """Bytes/s that a copy of so many bytes reads and writes."""
+    a = torch.zeros(size, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    times_ms(lambda: b.copy_(a), 2, device)
+    return 2e3 * size / min(times_ms(lambda: b.copy_(a), 5, device))
 
 
 def gpus() -> list[tuple[str, int, int]]:
@@ -343,19 +184,24 @@ def mean_row(config: TrainConfig, rows: Rows, mask_token_id: int) -> tuple[int, 
 def say_memory(
     config: TrainConfig, geometry: DrafterConfig, target: TargetShape, cards: list[tuple[str, int, int]]
 ) -> str:
-    """A recipe's memory by part, held against each GPU (name, bytes in all, free bytes)."""
-    need = predict(config, geometry, target)
-    lines = [need.table()]
-    if not cards:
-        lines.append(f"memory: no GPU in this run: a card needs {gib(need.total)}")
-    for name, total, free in cards:
-        verdict = f"{gib(total)} are enough"
-        if not fits(need, total):
-            offers = what_fits(config, geometry, target, total)
-            verdict = f"{gib(total)} are too few; {say_offers(offers, target)}"
-        elif need.total > free + CONTEXT:
-            verdict += f", but only {gib(free)} are free"
-        lines.append(f"memory: {name}: {verdict}")
+    """A recipe's memory by part on each kind of rank, held against each GPU (name, bytes, free
+    bytes).
+    """
+    lines = []
+    for role in roles(config):
+        whose = "" if role == "colocated" else f" of a {role} rank"
+        need = need_of(config, geometry, target, role)
+        lines.append(need.table(whose))
+        if not cards:
+            lines.append(f"memory{whose}: no GPU in this run: a card needs {gib(need.total)}")
+        for name, total, free in cards:
+            verdict = f"{gib(total)} are enough"
+            if not fits(need, total):
+                offers = what_fits(config, geometry, target, total)
+                verdict = f"{gib(total)} are too few; {say_offers(offers, target)}"
+            elif need.total > free + CONTEXT:
+                verdict += f", but only {gib(free)} are free"
+            lines.append(f"memory{whose}: {name}: {verdict}")
     return "\n".join(lines)
 
 
@@ -371,23 +217,51 @@ def say_time(config: TrainConfig, seconds: float, steps: int, ceiling: float, us
     )
 
 
-def say_cards(need: Need, flop: float) -> str:
-    """Expected time of a step on cards that are not here; guessed."""
-    guesses = [
-        f"{name} {span(expected_seconds(flop, 1e12 * DATASHEET * tflops, 'cuda'))}"
-        for name, (size, tflops) in CARDS.items()
-        if fits(need, size * GIB)
-    ]
-    small = ", ".join(name for name, (size, _) in CARDS.items() if not fits(need, size * GIB))
-    told = ", ".join(guesses) or "none"
-    return f"cards: a step's time, guessed from datasheets: {told}" + (
-        f"; too small: {small}" if small else ""
-    )
+def say_cards(
+    config: TrainConfig,
+    geometry: DrafterConfig,
+    target: TargetShape,
+    work: RowFlops,
+    sizes: Sizes,
+    rows: int,
+) -> str:
+    """What the run, of so many rows in all, would cost and yield on cards that are not here; guessed."""
+    full = config.token_budget, config.max_anchors, config.max_anchors * (config.block_size - 1)
+    lines, small = [], []
+    for name, card in CARDS.items():
+        ceiling, memory = 1e12 * REACHED * card.tflops, 1e12 * REACHED * card.memory
+        timed = guess(work, full, drafter_parameters(geometry), (ceiling, ceiling), memory, card.wires)
+        room = functools.partial(why_not, config, geometry, target, card.size * GIB)
+        told = [
+            say_fleet(recommend(timed, sizes, ranks, room, config.taps_dir is not None), rows)
+            for ranks in FLEETS
+        ]
+        if any(told):
+            lines.append(f"  {name:<13}" + " | ".join(f"{cell or 'too small':<42}" for cell in told).rstrip())
+        else:
+            small.append(name)
+    head = "cards: guessed from datasheets, the fastest placement that fits on "
+    head += ", ".join(map(str, FLEETS)) + " GPUs, eight a node: tokens/s, time and GPU-hours of the run"
+    lines = [head, *(lines or ["  none"])]
+    return "\n".join([*lines, f"  too small: {', '.join(small)}"] if small else lines)
+
+
+def say_fleet(advice: Advice, rows: int) -> str:
+    """A cell of that table; empty where nothing fits."""
+    if advice.best is None:
+        return ""
+    best = advice.best
+    how = f", {say_place(best.place)}" if best.place.split else ""
+    if best.seconds < LEAST_STEP:
+        return f"a step {span(best.seconds)}{how}"
+    seconds = rows / best.rows * best.seconds
+    hours = best.place.ranks * seconds / 3600
+    return f"{best.rate:,.0f} tokens/s, {span(seconds)}, {hours:,.1f} GPU-h{how}"
 
 
 def span(seconds: float) -> str:
     """0.84 s, 17 min, 3.2 h; no less than what launches and the host take anyhow."""
-    if seconds < 0.1:
+    if seconds < LEAST_STEP:
         return "less than 0.1 s"
     if seconds < 120:
         return f"{seconds:.2g} s"

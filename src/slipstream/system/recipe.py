@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from slipstream.config import TrainConfig, UserError
+from slipstream.distributed.placement import placement_of
 from slipstream.models.fp8 import supports_fp8
 from slipstream.models.sketch import sketch_target
 from slipstream.models.target import Target
@@ -48,7 +49,7 @@ def sketch(facts: Facts, recipe: TrainConfig) -> Sketch:
         try:
             # on a CPU: what the fused pass asks of a GPU follows from the facts
             target = sketch_target(replace(recipe, target_model=scratch), torch.device("cpu"), dtype)
-            geometry = setup.drafter_config(recipe, target, recipe.mask_token_id or 0)
+            geometry = setup.drafter_config(recipe, target.ends, recipe.mask_token_id or 0)
         except UserError as e:
             line = str(e).replace(scratch, recipe.target_model or "the recorded target")
             return Sketch((*refused, " ".join(line.split())))
@@ -70,7 +71,9 @@ def _refusals(facts: Facts, recipe: TrainConfig, device: torch.device, scratch: 
         # whether a GPU is there is judged from the facts
         lambda: setup.choose_device("cpu" if recipe.device in ("auto", "cuda") else recipe.device),
         lambda: choose_attention(recipe.attention, device, recipe.compile),
-        lambda: setup.check_settings(replace(recipe, output_dir=known or f"{scratch}/new")),
+        lambda: setup.check_settings(
+            setup.resolved(replace(recipe, output_dir=known or f"{scratch}/new"), placement_of(recipe))
+        ),
     )
     for check in checks:
         try:

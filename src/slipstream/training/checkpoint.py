@@ -4,6 +4,9 @@ A checkpoint is a folder `step_00000500` with fp32 masters, the optimiser's mome
 It is written under a temporary name, every file fsynced; its manifest (sizes and hashes) is written last,
 then the folder is renamed. Anchors, noise and row order are functions of the seed and the step, so no random
 state has to be kept.
+
+Weights and moments are two safetensors files or, of a drafter that lies in shards on several ranks, a file of
+torch.distributed.checkpoint a rank. Each is read at any number of ranks, in shards or not.
 """
 
 from __future__ import annotations
@@ -14,18 +17,28 @@ import json
 import os
 import re
 import shutil
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.config import UserError
 from slipstream.models.drafter import Drafter
 
 MANIFEST = "manifest.json"
+SHARDS = ".metadata"
+"""Which rank's file holds what, where weights and moments are in shards; its name is torch's."""
 NAME = re.compile(r"step_(\d{8})")
 
 
@@ -45,23 +58,38 @@ class Position:
 
 
 def save_checkpoint(
-    run_dir: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, position: Position, keep: int
+    run_dir: Path,
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    keep: int,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write `run_dir/checkpoints/step_…`, then drop all but the newest `keep`. A full disk is a
     `UserError`.
+
+    `group`: the ranks that a sharded drafter lies on. All of them call this and write their parts; the first
+    goes on to make a checkpoint of them when the others have returned.
     """
     folder = run_dir / "checkpoints"
     final = folder / f"step_{position.step:08d}"
     partial = folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        masters = {k: v.detach().cpu() for k, v in drafter.state_dict().items()}
-        save_file(masters, partial / "drafter.safetensors")
-        save_file(_moments(drafter, optimizer), partial / "optimizer.safetensors")
+        if group is None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            masters = {k: v.detach().cpu() for k, v in drafter.state_dict().items()}
+            save_file(masters, partial / "drafter.safetensors")
+            moments = {k: v.cpu() for k, v in _moments(drafter, optimizer).items()}
+            save_file(moments, partial / "optimizer.safetensors")
+            files = {}
+        else:
+            files = _save_shards(partial, training_state(drafter, optimizer), group)
+            if dist.get_rank(group):
+                return final
         (partial / "drafter.json").write_text(json.dumps(asdict(drafter.config), indent=2) + "\n")
         (partial / "position.json").write_text(json.dumps(asdict(position), indent=2) + "\n")
-        files = {p.name: _file_facts(p) for p in sorted(partial.iterdir())}
+        files |= {p.name: _file_facts(p) for p in sorted(partial.iterdir()) if p.name not in files}
         (partial / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
         for path in (*partial.iterdir(), partial):
             fsync(path)
@@ -69,6 +97,13 @@ def save_checkpoint(
             _discard(final)
         os.replace(partial, final)
         fsync(folder)
+    except CheckpointException as e:
+        shutil.rmtree(partial, ignore_errors=True)
+        rank, (why, _) = min(e.failures.items())
+        raise UserError(
+            f"{folder}: drafter rank {rank} cannot write its part of a checkpoint "
+            f"({' '.join(str(why).split())}): is the disk full? (the last checkpoint is kept)"
+        ) from None
     except (OSError, SafetensorError) as e:
         shutil.rmtree(partial, ignore_errors=True)
         if disk_full(e):
@@ -77,6 +112,20 @@ def save_checkpoint(
     for old in complete_checkpoints(run_dir)[:-keep]:
         _discard(old)
     return final
+
+
+def _save_shards(
+    partial: Path, state: dict[str, Tensor], group: dist.ProcessGroup
+) -> dict[str, dict[str, int | str]]:
+    """Every rank's part of `state` into a file of its own, hashed by its writer; on the first rank the names,
+    sizes and hashes of all. A rank's failure to write is raised on all.
+    """
+    save_shards(state, storage_writer=FileSystemWriter(partial), process_group=group)
+    rank = dist.get_rank(group)
+    mine = {path.name: _file_facts(path) for path in partial.glob(f"__{rank}_*")}
+    parts = [mine] * dist.get_world_size(group)
+    dist.gather_object(mine, parts if rank == 0 else None, group=group, group_dst=0)
+    return {name: facts for part in parts for name, facts in part.items()}
 
 
 def disk_full(error: OSError | SafetensorError) -> bool:
@@ -127,14 +176,21 @@ def load_checkpoint(
             f"{checkpoint}: made with another configuration, data or target: give the settings of its run "
             "(config.yaml beside it) or another --output-dir"
         )
-    drafter.load_state_dict(load_file(checkpoint / "drafter.safetensors"))
-    moments = load_file(checkpoint / "optimizer.safetensors")
-    for name, parameter in drafter.named_parameters():
-        optimizer.state[parameter] = {
-            "step": moments["step"].clone().to(parameter.device),
-            "exp_avg": moments[f"exp_avg.{name}"].to(parameter.device),
-            "exp_avg_sq": moments[f"exp_avg_sq.{name}"].to(parameter.device),
-        }
+    make_moments(drafter, optimizer)
+    state = training_state(drafter, optimizer)
+    if (checkpoint / SHARDS).is_file():
+        _load_shards(checkpoint, state)
+    else:
+        kept = load_file(checkpoint / "optimizer.safetensors")
+        kept |= {f"master.{k}": v for k, v in load_file(checkpoint / "drafter.safetensors").items()}
+        assert kept.keys() == state.keys()
+        for name, tensor in state.items():
+            whole = kept[name]
+            if isinstance(tensor, DTensor):
+                whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            local(tensor).copy_(local(whole))
+    set_steps(optimizer, state["step"])
+    drafter.refresh()
     return position
 
 
@@ -148,7 +204,16 @@ def load_masters(checkpoint: Path) -> tuple[dict, dict[str, Tensor]]:
     """Geometry (as written from `DrafterConfig`) and fp32 weights of a checkpoint: what an export needs."""
     verify_checkpoint(checkpoint)
     geometry = json.loads((checkpoint / "drafter.json").read_text())
-    return geometry, load_file(checkpoint / "drafter.safetensors")
+    if not (checkpoint / SHARDS).is_file():
+        return geometry, load_file(checkpoint / "drafter.safetensors")
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    masters = {
+        name: torch.empty(facts.size)
+        for name, facts in stored.items()
+        if name.startswith("master.") and isinstance(facts, TensorStorageMetadata)
+    }
+    _load_shards(checkpoint, masters)
+    return geometry, {name.removeprefix("master."): w for name, w in masters.items()}
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
@@ -162,14 +227,47 @@ def verify_checkpoint(checkpoint: Path) -> None:
             )
 
 
+def _load_shards(checkpoint: Path, state: dict[str, Tensor]) -> None:
+    """Fill tensors, whole or sharded in whatever way, from the files of all ranks; each rank reads for
+    itself.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load_shards(state, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+
+
+def training_state(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What a run needs to go on, by name: the masters and moments themselves, not copies."""
+    masters = {f"master.{name}": p.detach() for name, p in drafter.named_parameters()}
+    return masters | _moments(drafter, optimizer)
+
+
+def make_moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's state as it is before a first step, to be filled."""
+    for p in drafter.parameters():
+        moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+
+
+def set_steps(optimizer: torch.optim.Optimizer, step: Tensor) -> None:
+    """AdamW counts its steps for every tensor apart; `training_state` has one count, as all are equal."""
+    for moments in optimizer.state.values():
+        moments["step"].copy_(step)
+
+
 def _moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, parameter in drafter.named_parameters():
         state = optimizer.state[parameter]
-        out["step"] = state["step"].cpu()
-        out[f"exp_avg.{name}"] = state["exp_avg"].cpu()
-        out[f"exp_avg_sq.{name}"] = state["exp_avg_sq"].cpu()
+        out["step"] = state["step"]
+        out[f"exp_avg.{name}"] = state["exp_avg"]
+        out[f"exp_avg_sq.{name}"] = state["exp_avg_sq"]
     return out
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What lies on this rank of a tensor: its part of a sharded one, else all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _names(folder: Path) -> list[str]:

@@ -93,11 +93,12 @@ def target_layers(target: Target) -> list[int]:
 
 
 def step_flops(config: TrainConfig, work: RowFlops, tokens: int, blocks: int, labels: int) -> float:
-    """FLOP of an optimiser step on rows of so many tokens, blocks and labelled slots; of the target's pass
-    its share where several steps use its taps.
+    """FLOP of an optimiser step on rows of so many tokens, blocks and labelled slots, on all ranks together;
+    of the target's pass its share where several steps use its taps.
     """
+    assert config.rows_per_step is not None
     row = work.drafter(tokens, blocks, labels) + work.target(tokens) / config.anchor_draws
-    return config.accumulation * row
+    return config.rows_per_step * row
 
 
 def expected_seconds(flop: float, ceiling: float, device_type: str) -> float:

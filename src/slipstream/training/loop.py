@@ -1,30 +1,42 @@
 """The training loop, top to bottom: rows → taps → blocks → loss → update, with validation, checkpoints and
 metrics.
 
-One process, one device. What a run is made of (data, target, drafter, links) is put together in setup.py;
-here is what happens every step. Nothing in a step reads the device except at log, validation and save steps.
+This is what a rank does that drafts; one that only reads the target is in reading.py. What a run is made of
+(data, target, drafter, links) is put together in setup.py; here is what happens every step. Nothing in a step
+reads the device except at log, validation and save steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-import signal
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any
 
 import torch
 
 from slipstream.config import UserError
-from slipstream.training.checkpoint import (
-    Position,
-    clear_leftovers,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-)
+from slipstream.data.pack import Row
+from slipstream.distributed.channel import TapReceiver
+from slipstream.distributed.link import TapLink, holding
+from slipstream.distributed.pace import Pace, StopSignal, Told
+from slipstream.distributed.placement import Share
+from slipstream.distributed.wire import Traffic
+from slipstream.training.blocks import Blocks
+from slipstream.training.checkpoint import Position
 from slipstream.training.metrics import Display, MetricsFile, SlotMeter, Stillness
+from slipstream.training.parallel import DrafterRanks
+from slipstream.training.reading import (
+    Start,
+    coming,
+    find_start,
+    heldout_shares,
+    open_channel,
+    open_pace,
+    validates,
+)
 from slipstream.training.run import Run
 from slipstream.training.step import make_optimizer, row_loss, update
 from slipstream.training.warmup import Warm, graphs_compiled, warm_up
@@ -43,123 +55,175 @@ class Trained:
     interrupted: bool
 
 
+class Window:
+    """The work of this rank since the last line of metrics."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began, self.told = seconds, Told(False, seconds)
+        self.tokens, self.drafted, self.read = 0, 0.0, 0.0  # the last two: useful FLOP
+
+    def add(self, run: Run, row: Row, blocks: Blocks, share: Share) -> None:
+        used = row.spans()[-1][1]
+        self.tokens += used
+        self.drafted += run.flops.drafter(used, blocks.count, blocks.labels)
+        self.read += run.flops.target(used) if share.draw == 0 else 0.0
+
+    def close(self, run: Run, seconds: float, warm: Warm | None, now: Told) -> dict[str, float]:
+        """The speed of all ranks up to `seconds` of training, and a fresh start."""
+        took, before = seconds - self.began, self.told
+        tokens, drafted, read = run.crew.summed([self.tokens, self.drafted, self.read])
+        facts: dict[str, float] = {"tokens_per_second": tokens / took}
+        if warm is not None:
+            work = drafted / warm.ceiling + read / warm.target_ceiling
+            facts["mfu"] = work / took / run.crew.place.ranks
+            facts["recompiled"] = graphs_compiled() - warm.graphs
+        if (
+            run.crew.place.split
+        ):  # a waiting rank's clock goes on in a validation or a save, the run's does not
+            lasted = max(now.seconds - before.seconds, 1e-9)
+            facts["target_waits"] = min(1.0, (now.readers_waited - before.readers_waited) / lasted)
+            facts["drafter_waits"] = min(1.0, (now.drafters_waited - before.drafters_waited) / lasted)
+        self.tokens, self.drafted, self.read = 0, 0.0, 0.0
+        self.began, self.told = seconds, now
+        return facts
+
+
 def train(run: Run, display: Display) -> Trained:
-    """Train `run.drafter` to the end of its plan, or to the first SIGTERM/SIGINT; every step made is in the
-    checkpoint it leaves.
+    """Train `run.drafter` to the end of its plan, or to the first SIGTERM/SIGINT on any rank; every step made
+    is in the checkpoint it leaves.
     """
-    config, drafter, device = run.config, run.drafter, run.device
+    config, crew, drafter, device = run.config, run.crew, run.drafter, run.device
     optimizer = make_optimizer(drafter, config, device)
-    position = resume(run, optimizer, display)
-    metrics = MetricsFile(run.folder / "metrics.jsonl", position.step)
+    ranks = DrafterRanks(drafter, crew.drafters)
+    start = resume(run, optimizer, ranks, display)
+    position = start.position
+    metrics = MetricsFile(run.folder / "metrics.jsonl" if crew.first else None, position.step)
     meter = SlotMeter(config.block_size, device)
-    meter.load(position.window)
+    if crew.first:
+        meter.load(position.window)
     stillness = Stillness(drafter)
     first_bad = torch.full((), -1, device=device)
-    first_step = saved_step = position.step
-    validated_step = metrics.last_step("validation")
-    tokens, drafted, read, window_began = 0, 0, 0, position.seconds  # drafted and read: useful FLOP
+    saved_step, validated_step = position.step, start.validated
+    labels = 0  # on this rank, since the last sum over ranks
+    window = Window(position.seconds)
 
     warm: Warm | None = None
+    pace = open_pace(run, position)
     with StopSignal() as stop:
-        if device.type == "cuda" and not finished(position, run):
+        pace.begin(position.step, Told(stop.requested, position.seconds))
+        if device.type == "cuda" and pace.makes(position.step):
             warm = warm_up(run, optimizer, display)
-        began = time.monotonic() - position.seconds  # as if the run had never paused
-        display.start("train", 100, int(100 * progress(position, run)), percent=True)
-        while not finished(position, run) and not stop.requested:
-            # one optimiser step: sums over the rows of the step, divided once
-            step = position.step
-            weight = torch.zeros((), device=device)
-            learning_rate = config.lr * schedule(progress(position, run), config.warmup)
-            check_taps = device.type == "cpu" or step % config.log_interval == 0
-            for epoch, index, draw in run.plan.step_rows(step):
-                row = run.rows.row(index)
-                key = (config.seed, epoch, draw)
-                loss, blocks = row_loss(run, row, run.taps, key, config.noise, check_taps)
-                loss.total.backward()
-                weight += loss.weight
-                meter.add(loss, blocks, int(row.supervised.sum()))
-                position = replace(position, labels=position.labels + blocks.labels)
-                used = int((row.documents >= 0).sum())
-                tokens += used
-                drafted += run.flops.drafter(used, blocks.count, blocks.labels)
-                read += run.flops.target(used) if draw == 0 else 0
-            norm = update(drafter, optimizer, weight, config.clip, learning_rate)
-            first_bad = torch.where((first_bad < 0) & ~norm.isfinite(), step, first_bad)
-            position = replace(position, step=step + 1, seconds=time.monotonic() - began)
+        with open_link(run, pace, start) as (run, traffic):
+            began = time.monotonic() - position.seconds  # as if the run had never paused
+            display.start("train", 100, int(100 * pace.progress(position.step)), percent=True)
+            while pace.makes(step := position.step):
+                # one optimiser step: sums over the rows of the step, on all ranks, divided once
+                weight = torch.zeros((), device=device)
+                learning_rate = config.lr * schedule(pace.progress(step), config.warmup)
+                check_taps = device.type == "cpu" or step % config.log_interval == 0
+                mine = [s for s in run.plan.shares(step) if s.drafter == crew.world.rank]
+                for share in mine:
+                    row = run.rows.row(share.index)
+                    key = (config.seed, share.epoch, share.draw)
+                    documents = run.rows.documents(share.index)
+                    loss, blocks = row_loss(run, row, run.taps, key, config.noise, check_taps, documents)
+                    ranks.backward(loss.total, last=share is mine[-1])
+                    weight += loss.weight
+                    meter.add(loss, blocks, int(row.supervised.sum()))
+                    labels += blocks.labels
+                    window.add(run, row, blocks, share)
+                norm = update(drafter, optimizer, weight, config.clip, learning_rate, ranks)
+                first_bad = torch.where((first_bad < 0) & ~norm.isfinite(), step, first_bad)
+                position = replace(position, step=step + 1, seconds=time.monotonic() - began)
+                pace.begin(position.step, tell(run, stop.requested, position.seconds, traffic()))
+                ends = not pace.makes(position.step)
 
-            log = position.step % config.log_interval == 0 or position.step == 1 or finished(position, run)
-            validation_due = position.step % config.eval_interval == 0 and run.heldout is not None
-            save_due = position.step % config.save_interval == 0
-            share = int(100 * progress(position, run))
-            if log or save_due or device.type == "cpu":
-                refuse_non_finite(run, int(first_bad))
-            if log:
-                facts = meter.read() | {"lr": learning_rate, "grad_norm": float(norm)}
-                took = time.monotonic() - began - window_began
-                facts["tokens_per_second"] = tokens / took
-                if warm is not None:
-                    facts["mfu"] = (drafted / warm.ceiling + read / warm.target_ceiling) / took
-                    facts["recompiled"] = graphs_compiled() - warm.graphs
-                tokens, drafted, read, window_began = 0, 0, 0, time.monotonic() - began
-                metrics.write("train", position.step, **facts, **memory(device))
-                display.advance(share, describe_step(position.step, facts), line=True)
-                alarm_still(stillness, position.step - first_step, position.step, metrics, display)
-            else:
-                display.advance(share, f"step {position.step}")
+                log = position.step % config.log_interval == 0 or position.step == 1
+                log = log or (ends and pace.finished)
+                save_due = position.step % config.save_interval == 0 or ends
+                if log or save_due or device.type == "cpu":
+                    refuse_non_finite(run, int(first_bad))
+                if save_due:
+                    (more,) = crew.summed([labels])
+                    position, labels = replace(position, labels=position.labels + int(more)), 0
+                done = int(100 * pace.progress(position.step))
+                if log:
+                    facts = meter.read(crew.summed) | {"lr": learning_rate, "grad_norm": float(norm)}
+                    now = pace.told(position.step)
+                    facts |= window.close(run, time.monotonic() - began, warm, now)
+                    metrics.write("train", position.step, **facts, **memory(device))
+                    display.advance(done, describe_step(position.step, facts), line=True)
+                    made = position.step - start.position.step
+                    alarm_still(stillness, made, position.step, metrics, display)
+                else:
+                    display.advance(done, f"step {position.step}")
 
-            paused = time.monotonic()  # the run's clock counts training only
-            if validation_due:
-                validated_step = validate_and_tell(run, position.step, metrics, display)
-            if save_due:
-                saved_step = save(run, optimizer, position, meter)
-            began += time.monotonic() - paused
-
-        if position.step > saved_step:
-            refuse_non_finite(run, int(first_bad))
-            save(run, optimizer, position, meter)
-    display.stop()
-    interrupted = not finished(position, run)
-    if run.heldout is not None and not interrupted and validated_step < position.step:
-        validate_and_tell(run, position.step, metrics, display)
-    return Trained(position, interrupted)
+                paused = time.monotonic()  # the run's clock counts training only
+                if not ends and validates(run, pace, position.step, validated_step):
+                    validated_step = validate_and_tell(run, position.step, metrics, display)
+                if save_due and position.step > saved_step:
+                    saved_step = save(run, optimizer, ranks, position, meter)
+                began += time.monotonic() - paused
+            display.stop()
+            if validates(run, pace, position.step, validated_step):
+                validate_and_tell(run, position.step, metrics, display)
+    pace.close()
+    return Trained(position, interrupted=not pace.finished)
 
 
-def resume(run: Run, optimizer: torch.optim.Optimizer, display: Display) -> Position:
+@contextlib.contextmanager
+def open_link(run: Run, pace: Pace, start: Start) -> Iterator[tuple[Run, Callable[[], Traffic]]]:
+    """The run with the links that its steps read from, and a function that says what has come over them."""
+    crew, config = run.crew, run.config
+    nothing = Traffic(0, 0, 0.0)
+    if crew.reads:
+        yield run, lambda: nothing
+        return
+    sources, rows = crew.place.partners(crew.world.rank), coming(run, pace, start)
+    with TapReceiver(rows, sources, config.token_budget, open_channel(run)) as receiver:
+        taps: TapLink = receiver
+        if config.anchor_draws > 1:  # what the link gives is valid until the next row
+            taps = holding(lambda row: receiver(row).clone(), run.plan.rows_a_rank)
+        yield replace(run, taps=taps, heldout_taps=receiver), lambda: receiver.traffic
+
+
+def tell(run: Run, stop: bool, seconds: float, traffic: Traffic) -> Told:
+    """What this drafter tells the others before a step; the clock is the first rank's."""
+    return Told(stop, seconds if run.crew.first else 0.0, 0.0, traffic.waited)
+
+
+def resume(run: Run, optimizer: torch.optim.Optimizer, ranks: DrafterRanks, display: Display) -> Start:
     """Where the newest complete checkpoint stands, loaded into drafter and optimiser; else the start."""
-    clear_leftovers(run.folder)
-    newest, damaged = newest_checkpoint(run.folder)
-    if newest is None:
-        return Position(step=0, seconds=0.0, labels=0, fingerprint=run.fingerprint)
-    position = load_checkpoint(newest, run.drafter, optimizer, run.fingerprint)
-    passed_over = f"; passed over, incomplete: {', '.join(damaged)}" if damaged else ""
-    display.say(f"resume: {newest} (step {position.step}){passed_over}")
-    return position
+    start = find_start(run)
+    if start.checkpoint is None:
+        ranks.share(optimizer)
+        return start
+    position = ranks.load(start.checkpoint, optimizer, run.fingerprint)
+    passed_over = f"; passed over, incomplete: {', '.join(start.damaged)}" if start.damaged else ""
+    display.say(f"resume: {start.checkpoint} (step {position.step}){passed_over}")
+    return start
 
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, Any]:
     """τ by teacher-forced prefix, per-slot accuracy and coverage on held-out rows with fixed anchors, no
-    noise.
+    noise; over the rows of all ranks.
     """
     assert run.heldout is not None
     meter = SlotMeter(run.config.block_size, run.device)
-    for index in range(run.heldout.count):
-        row = run.heldout.row(index)
-        loss, blocks = row_loss(run, row, run.heldout_taps, (VALIDATION_SEED, 0, 0), noise=0.0)
-        meter.add(loss, blocks, int(row.supervised.sum()))
-    return meter.read()
-
-
-def progress(position: Position, run: Run) -> float:
-    """Share of the run that is done, by steps or by the clock where `max_minutes` comes first."""
-    by_steps = position.step / run.steps
-    if run.config.max_minutes is None:
-        return by_steps
-    return max(by_steps, position.seconds / (60 * run.config.max_minutes))
-
-
-def finished(position: Position, run: Run) -> bool:
-    return progress(position, run) >= 1
+    for share in heldout_shares(run):
+        if share.drafter == run.crew.world.rank:
+            row = run.heldout.row(share.index)
+            loss, blocks = row_loss(
+                run,
+                row,
+                run.heldout_taps,
+                (VALIDATION_SEED, 0, 0),
+                noise=0.0,
+                documents=run.heldout.documents(share.index),
+            )
+            meter.add(loss, blocks, int(row.supervised.sum()))
+    return meter.read(run.crew.summed)
 
 
 def schedule(done: float, warmup: float) -> float:
@@ -169,10 +233,12 @@ def schedule(done: float, warmup: float) -> float:
     return max(0.5 * (1 + math.cos(math.pi * (done - warmup) / (1 - warmup))), 1e-4)
 
 
-def save(run: Run, optimizer: torch.optim.Optimizer, position: Position, meter: SlotMeter) -> int:
+def save(
+    run: Run, optimizer: torch.optim.Optimizer, ranks: DrafterRanks, position: Position, meter: SlotMeter
+) -> int:
     """A checkpoint of this position; its step."""
-    position = replace(position, window=meter.state())
-    save_checkpoint(run.folder, run.drafter, optimizer, position, run.config.keep_checkpoints)
+    position = replace(position, window=tuple(run.crew.summed(meter.state())))
+    ranks.save(run.folder, optimizer, position, run.config.keep_checkpoints)
     return position.step
 
 
@@ -206,12 +272,20 @@ def describe_step(step: int, facts: dict[str, Any]) -> str:
         f"step {step}  loss {facts['loss']:.4f}  τ {facts['tau']:.3f}  lr {facts['lr']:.1e}  "
         f"{facts['tokens_per_second']:,.0f} tok/s"
         + (f"  MFU {facts['mfu']:.0%}" if "mfu" in facts else "")
+        + waits(facts)
         + (
             f"  {facts['recompiled']} RECOMPILED: see TORCH_LOGS=recompiles"
             if facts.get("recompiled")
             else ""
         )
     )
+
+
+def waits(facts: dict[str, Any]) -> str:
+    """Of a split run: shares of the time in which a side stands still for the other."""
+    if "target_waits" not in facts:
+        return ""
+    return f"  target waits {facts['target_waits']:.0%}, drafter {facts['drafter_waits']:.0%}"
 
 
 def validate_and_tell(run: Run, step: int, metrics: MetricsFile, display: Display) -> int:
@@ -230,23 +304,3 @@ def memory(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return {}
     return {"memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
-
-
-class StopSignal:
-    """SIGTERM and SIGINT ask for an orderly end: the step is finished and saved. A second SIGINT ends at
-    once.
-    """
-
-    def __enter__(self) -> StopSignal:
-        self.requested = False
-        self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,9 @@ class SlotMeter:
         self.sums.copy_(torch.tensor(state[:-3], dtype=torch.float64))
         self.labelled, self.supervised, self.blocks = map(int, state[-3:])
 
-    def read(self) -> dict[str, Any]:
-        """Averages since the last read, and a fresh start."""
-        values = self.sums.tolist()
+    def read(self, summed: Callable[[Sequence[float]], Sequence[float]] = list) -> dict[str, Any]:
+        """Averages since the last read, and a fresh start; `summed` adds up what several ranks have."""
+        *values, labelled, supervised, blocks = summed(self.state())
         s = self.slots
         count, ce, correct = values[:s], values[s : 2 * s], values[2 * s : 3 * s]
         whole, accepted, total, weight = values[3 * s :]
@@ -76,10 +77,10 @@ class SlotMeter:
             "accuracy": sum(correct) / max(sum(count), 1),
             "slot_accuracy": [c / max(n, 1) for c, n in zip(correct, count, strict=True)],
             "slot_ce": [c / max(n, 1) for c, n in zip(ce, count, strict=True)],
-            "blocks": self.blocks,
-            "blocks_short": self.blocks - int(whole),
+            "blocks": int(blocks),
+            "blocks_short": int(blocks) - int(whole),
             "labels": int(sum(count)),
-            "coverage": self.labelled / max(self.supervised, 1),
+            "coverage": labelled / max(supervised, 1),
         }
         self.sums.zero_()
         self.labelled = self.supervised = self.blocks = 0
@@ -104,22 +105,25 @@ class Stillness:
 
 class MetricsFile:
     """`metrics.jsonl`: one JSON object a line; lines after the resumed step are dropped, so a step stands
-    once.
+    once. Without a path, on a rank that does not speak for all, nothing is written.
     """
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
+    def __init__(self, path: Path | None, resumed_step: int) -> None:
         self.path = path
-        if path.exists():
+        if path is not None and path.exists():
             lines = path.read_text(errors="replace").splitlines()
             kept = [line for line in lines if _step_of(line) <= resumed_step]
             write_atomic(path, "".join(line + "\n" for line in kept).encode())
 
     def last_step(self, kind: str) -> int:
         """The step of the newest line of this kind, −1 without one."""
+        assert self.path is not None
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         return max((v["step"] for v in map(json.loads, lines) if v["kind"] == kind), default=-1)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
+        if self.path is None:
+            return
         with self.path.open("a") as f:
             f.write(json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values}) + "\n")
 
@@ -134,8 +138,13 @@ def _step_of(line: str) -> float:
 class Display:
     """Lines and a progress bar: a live bar on a terminal, plain lines elsewhere."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    def __init__(self, console: Console | None = None, log: Path | None = None) -> None:
+        """To standard error, or appended to a file."""
+        file = sys.stderr
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            file = log.open("a", buffering=1)
+        self.console = console or Console(file=file, highlight=False, soft_wrap=True)
         self.progress: Progress | None = None
         self._last = 0.0
 

@@ -21,9 +21,11 @@ from slipstream import __version__
 from slipstream.config import TrainConfig, UserError, from_dict, read_yaml, to_yaml
 from slipstream.data.pack import Packing, Row, make_row
 from slipstream.data.shards import TokenDataset, write_atomic
+from slipstream.distributed.crew import Crew
 from slipstream.distributed.link import TapFacts, TapLink
-from slipstream.distributed.placement import Plan
+from slipstream.distributed.placement import Placement, Plan
 from slipstream.models.drafter import Drafter
+from slipstream.models.ends import TargetEnds
 from slipstream.models.target import Target
 from slipstream.training.checkpoint import newest_checkpoint, read_position, verify_checkpoint
 from slipstream.training.flops import RowFlops
@@ -31,11 +33,12 @@ from slipstream.training.loss import SlotWeights
 
 WATCHING = {
     "log_interval", "save_interval", "keep_checkpoints", "eval_interval", "eval_rows", "decode_prompts",
-    "decode_tokens", "plan", "output_dir", "taps_dir", "target_model", "data_dir", "dp_pairs",
-    "device", "dtype", "attention", "compile", "activation_checkpointing",
+    "decode_tokens", "plan", "output_dir", "taps_dir", "target_model", "data_dir", "ranks", "dp_pairs",
+    "target_ranks", "drafter_ranks", "link_credits", "drafter_sharding", "target_sharding", "max_restarts",
+    "device", "dtype", "attention", "compile", "activation_checkpointing", "probe",
 }  # fmt: skip
-"""Settings that change nothing in the losses, or only through what the fingerprint holds: the contents behind
-paths, and the device, dtype and attention that were chosen.
+"""Settings that change nothing in the losses but their rounding, or only through what the fingerprint holds:
+the contents behind paths, and the device, dtype and attention that were chosen.
 """
 MADE_OF = ("target", "data", "packing", "drafter", "dtype", "device_type", "attention")
 """The facts in `env.json` that the losses depend on."""
@@ -71,7 +74,12 @@ class Run:
     folder: Path
     device: torch.device
     dtype: torch.dtype
-    target: Target
+    crew: Crew
+    """This rank among the others."""
+    target: Target | None
+    """On ranks that read it."""
+    ends: TargetEnds
+    """The target's embedding, head and facts, on all ranks."""
     drafter: Drafter
     rows: Rows
     heldout: Rows | None
@@ -79,6 +87,7 @@ class Run:
     heldout_data: TokenDataset
     """All held-out documents, maybe none: the last decode takes its prompts from them."""
     taps: TapLink
+    """On a rank that drafts only: noise for the warm-up; the loop opens the link to the readers."""
     heldout_taps: TapLink
     plan: Plan
     steps: int
@@ -113,7 +122,7 @@ def check_run_folder(config: TrainConfig) -> None:
     folder = Path(config.output_dir)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file: give a new --output-dir")
-    unfinished = {"env.json", "env.json.tmp", "config.yaml.tmp"}  # killed before its first step
+    unfinished = {"env.json", "env.json.tmp", "config.yaml.tmp", "logs"}  # killed before its first step
     metrics = folder / "metrics.jsonl"
     if newest_checkpoint(folder)[0] is None and not (metrics.exists() and metrics.stat().st_size):
         unfinished |= {"config.yaml", "metrics.jsonl", "checkpoints"}  # out of memory in its warm-up, say
@@ -149,7 +158,9 @@ def check_same_run(run: Run) -> None:
 
 
 def write_run_facts(run: Run) -> None:
-    """`config.yaml` (resolved) and `env.json`: written before the first step."""
+    """`config.yaml` (resolved) and `env.json`: written before the first step, by the first rank."""
+    if not run.crew.first:
+        return
     run.folder.mkdir(parents=True, exist_ok=True)
     write_atomic(run.folder / "env.json", (json.dumps(run_facts(run), indent=2) + "\n").encode())
     write_atomic(run.folder / "config.yaml", to_yaml(run.config).encode())
@@ -163,6 +174,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": device_name(run.device),
+        "ranks": run.crew.place.describe(),
         "threads": torch.get_num_threads(),
         "git": git_revision(),
         "target": run.facts.target,
@@ -217,7 +229,7 @@ def describe_rows(rows: Rows, what: str) -> str:
     )
 
 
-def describe_drafter(drafter: Drafter, target: Target, mask_source: str) -> str:
+def describe_drafter(drafter: Drafter, target: TargetEnds, isolation: str, mask_source: str) -> str:
     c = drafter.config
     millions = sum(p.numel() for p in drafter.parameters()) / 1e6
     return (
@@ -225,20 +237,27 @@ def describe_drafter(drafter: Drafter, target: Target, mask_source: str) -> str:
         f"heads {c.num_heads}/{c.num_kv_heads} of {c.head_dim}, MLP {c.intermediate_size}, "
         f"block {c.block_size}, taps {list(c.target_layer_ids)} of {c.num_target_layers}, "
         f"mask token {c.mask_token_id} ({mask_source}); target {target.model_type}, "
-        f"H {target.hidden_size}, V {target.vocab_size}, documents {target.isolation}"
+        f"H {target.hidden_size}, V {target.vocab_size}, documents {isolation}"
     )
 
 
 def describe_plan(
-    config: TrainConfig, rows: int, steps: int, device: torch.device, dtype: torch.dtype, attention: str
+    config: TrainConfig,
+    place: Placement,
+    rows: int,
+    steps: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str,
 ) -> str:
     """Placement, rows and steps in one paragraph, for `--plan` and the start of a run."""
-    epochs = steps * config.accumulation / (config.anchor_draws * rows)
+    assert config.rows_per_step is not None
+    epochs = steps * config.rows_per_step / (config.anchor_draws * rows)
     bound = "" if config.max_minutes is None else f", at most {config.max_minutes:g} minutes"
     return (
-        f"plan: target and drafter on {device_name(device)}, "
+        f"plan: {place.describe()} ({device_name(device)}), "
         f"{str(dtype).removeprefix('torch.')} matrix work, "
         f"{attention} attention, taps {'from ' + config.taps_dir if config.taps_dir else 'online'}; "
-        f"{steps} steps of {config.accumulation} × {config.token_budget} tokens with at most "
+        f"{steps} steps of {config.rows_per_step} × {config.token_budget} tokens with at most "
         f"{config.max_anchors} anchors a row ({epochs:.2f} epochs of {rows} rows){bound}"
     )

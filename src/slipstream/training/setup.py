@@ -5,18 +5,20 @@ User errors come from here. What a run is and writes is in run.py, its steps are
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from slipstream.config import CacheConfig, TrainConfig, UserError, default_gamma
-from slipstream.data.pack import OnLong, pack_rows
+from slipstream.data.pack import OnLong, Row, pack_rows
 from slipstream.data.shards import Split, TokenDataset, check_tokenizer, open_dataset
 from slipstream.data.tokenizer import load_tokenizer, stop_ids
-from slipstream.distributed.link import TapCache, TapFacts, holding, online_taps, target_fingerprint
-from slipstream.distributed.placement import Plan
+from slipstream.distributed.crew import ONE, Crew, together
+from slipstream.distributed.link import TapCache, TapFacts, TapLink, holding, target_fingerprint
+from slipstream.distributed.placement import Placement, Plan, evenly, rows_of_a_step
 from slipstream.models.drafter import (
     FULL,
     SLIDING,
@@ -25,15 +27,17 @@ from slipstream.models.drafter import (
     default_heads,
     default_intermediate,
 )
+from slipstream.models.ends import TargetEnds
 from slipstream.models.families import choose_mask_token
 from slipstream.models.selfcheck import MIN_SAMPLE_TOKENS, self_check
-from slipstream.models.target import Target, check_vocab, load_target, wanted_pass
+from slipstream.models.target import Target, check_vocab, load_ends, load_target, wanted_pass
 from slipstream.system.kernels import prepare_kernels
 from slipstream.training.attention import choose_attention
 from slipstream.training.blocks import anchor_candidates, decay_weights
 from slipstream.training.flops import row_flops, target_layers
 from slipstream.training.loss import SlotWeights
 from slipstream.training.metrics import Display
+from slipstream.training.parallel import shard_drafter
 from slipstream.training.run import (
     Rows,
     Run,
@@ -81,6 +85,7 @@ def open_target(
     dtype: torch.dtype,
     display: Display,
     compiled: bool = True,
+    shards: dist.ProcessGroup | None = None,
 ) -> Target:
     """The target as the settings want it read; on a GPU with the kernel caches swept and the autotuner
     guarded.
@@ -96,13 +101,14 @@ def open_target(
         dtype,
         wanted_pass(config.target_pass, compiled),
         config.target_fp8,
+        shards,
     )
     if target.why_stock is not None:
         display.say(f"target: read by its stock layers, {target.isolation}: {target.why_stock}")
     return target
 
 
-def drafter_config(config: TrainConfig, target: Target, mask_token_id: int) -> DrafterConfig:
+def drafter_config(config: TrainConfig, target: TargetEnds, mask_token_id: int) -> DrafterConfig:
     """The drafter's own geometry: from the settings and its defaults; hidden size and vocabulary from the
     target.
     """
@@ -127,7 +133,7 @@ def drafter_config(config: TrainConfig, target: Target, mask_token_id: int) -> D
         layer_types=(SLIDING,) * sliding + (FULL,) * (config.layers - sliding),
         sliding_window=config.sliding_window,
         input_embedding_scale=target.input_embedding_scale,
-        max_position_embeddings=target.config.max_position_embeddings,
+        max_position_embeddings=target.max_position_embeddings,
     )
 
 
@@ -148,7 +154,9 @@ def check_target(target: Target, rows: Rows, display: Display) -> None:
         raise UserError(f"target: {failed[0]}")
 
 
-def check_ids(target: Target, tokenizer: PreTrainedTokenizerBase, *datasets: TokenDataset) -> None:
+def check_ids(
+    target: Target | TargetEnds, tokenizer: PreTrainedTokenizerBase, *datasets: TokenDataset
+) -> None:
     """The token ids of the splits are the target's: its tokenizer's, and rows of its embedding.
 
     A tokenizer may know more ids than the embedding has rows, as long as no document holds them.
@@ -202,12 +210,7 @@ def heldout_rows(heldout: TokenDataset, token_budget: int, on_long: OnLong, limi
 
 
 def check_settings(config: TrainConfig) -> None:
-    """What can be refused before anything is read."""
-    if config.dp_pairs > 0:
-        raise UserError(
-            f"--dp-pairs {config.dp_pairs}: split placement over several GPUs is not there yet: "
-            "leave it out (or 0) to train on one device"
-        )
+    """What can be refused before anything is read. Of `resolved` settings."""
     if config.full_layers and (config.sliding_window is None or config.full_layers > config.layers):
         raise UserError(
             f"--full-layers {config.full_layers}: they are those of {config.layers} layers that a "
@@ -216,11 +219,29 @@ def check_settings(config: TrainConfig) -> None:
     check_run_folder(config)
 
 
-def open_run(config: TrainConfig, display: Display) -> Run:
+@dataclass(frozen=True)
+class Read:
+    """What ranks that read the target know of it, and those that only draft are told."""
+
+    facts: TapFacts
+    isolation: str
+    elements: int
+    """Matrix elements that a token meets up to the last tap."""
+
+
+def resolved(config: TrainConfig, place: Placement) -> TrainConfig:
+    """The settings with what follows from the number of ranks, as the run's folder keeps them."""
+    ranks = None if place.split or place.ranks == 1 else place.ranks
+    return replace(config, rows_per_step=rows_of_a_step(config, place), ranks=ranks)
+
+
+def open_run(config: TrainConfig, display: Display, crew: Crew = ONE) -> Run:
     """All of a run, checked: user errors come from here, before the first step and before anything is
-    written.
+    written. Called by every rank.
     """
-    check_settings(config)
+    config = resolved(config, crew.place)
+    crew.by_first(lambda: check_settings(config))
+    assert config.rows_per_step is not None
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     attention = choose_attention(config.attention, device, config.compile)
@@ -236,36 +257,54 @@ def open_run(config: TrainConfig, display: Display) -> Run:
     display.say(describe_rows(rows, "data"))
     heldout_data = open_dataset(config.data_dir, "heldout")
     heldout = heldout_rows(heldout_data, config.token_budget, config.on_long, config.eval_rows)
+    if heldout is not None and heldout.count % (even := evenly(config, crew.place)):
+        display.say(f"data: held-out rows are cut to a multiple of {even}, for ranks with shards")
+        kept = heldout.count - heldout.count % even
+        heldout = replace(heldout, count=kept) if kept else None
     check_anchors(rows, config)
     if not len(heldout_data):
         display.say("data: no held-out documents: validation and the last decoding are left out")
 
-    target = open_target(config, device, dtype, display, config.compile)
+    target = None
+    if crew.reads:
+        target = open_target(config, device, dtype, display, config.compile, crew.readers)
+        ends = target.ends
+    else:
+        ends = load_ends(config.target_model, config.target_layer_ids, config.taps, device, dtype)
     tokenizer = load_tokenizer(config.target_model)
-    check_ids(target, tokenizer, rows.dataset, heldout_data)
-    stops = stop_ids(target.model.generation_config, tokenizer)
+    check_ids(ends, tokenizer, rows.dataset, heldout_data)
+    stops = stop_ids(ends.generation_config, tokenizer)
     mask_token_id, source = choose_mask_token(
-        config.mask_token_id, target.model_type, target.vocab_size, tokenizer, stops
+        config.mask_token_id, ends.model_type, ends.vocab_size, tokenizer, stops
     )
-    geometry = drafter_config(config, target, mask_token_id)
-    check_target(target, rows, display)
+    geometry = drafter_config(config, ends, mask_token_id)
+
+    def read() -> Read | None:
+        if target is None:
+            return None
+        check_target(target, rows, display)
+        facts = tap_facts(target, rows, config.token_budget)
+        return Read(facts, target.isolation, sum(target_layers(target)))
+
+    known = next(found for found in together(crew.every, read) if found is not None)
     torch.manual_seed(config.seed)
     drafter = Drafter(geometry).to(device)
-    if device.type == "cuda":
+    if crew.drafters is not None and config.drafter_sharding:
+        shard_drafter(drafter, crew.drafters, dtype, config.compile and device.type == "cuda")
+    elif device.type == "cuda":
         drafter.use_gpu(dtype, config.compile)
     drafter.checkpoint_layers = config.activation_checkpointing
-    display.say(describe_drafter(drafter, target, source))
+    display.say(describe_drafter(drafter, ends, known.isolation, source))
 
-    facts = tap_facts(target, rows, config.token_budget)
-    taps, heldout_taps = online_taps(target), online_taps(target)
+    taps, heldout_taps = (target.taps, target.taps) if target is not None else (noise_like(ends),) * 2
     if cache is not None:
-        cache.check(add_heldout(facts, heldout))
+        cache.check(add_heldout(known.facts, heldout))
         cache.check_recorded("train", rows.count)
         cache.check_recorded("heldout", 0 if heldout is None else heldout.count)
         taps, heldout_taps = cache.link("train", device), cache.link("heldout", device)
+    plan = Plan(config.seed, rows.count, config.rows_per_step, config.anchor_draws, crew.place, rows.used)
     if config.anchor_draws > 1:
-        taps = holding(taps, config.accumulation)
-    plan = Plan(config.seed, rows.count, config.accumulation, config.anchor_draws)
+        taps = holding(taps, plan.rows_a_rank)
     steps = plan.steps(config.epochs) if config.max_steps is None else config.max_steps
     gamma = config.gamma or default_gamma(config.block_size)
     decay_B = decay_weights(config.block_size, gamma).to(device) if config.loss == "decay" else None
@@ -274,7 +313,9 @@ def open_run(config: TrainConfig, display: Display) -> Run:
         folder=Path(config.output_dir),
         device=device,
         dtype=dtype,
+        crew=crew,
         target=target,
+        ends=ends,
         drafter=drafter,
         rows=rows,
         heldout=heldout,
@@ -284,9 +325,19 @@ def open_run(config: TrainConfig, display: Display) -> Run:
         plan=plan,
         steps=steps,
         attention=attention,
-        flops=row_flops(geometry, 0 if cache is not None else sum(target_layers(target))),
+        flops=row_flops(geometry, 0 if cache is not None else known.elements),
         slot_weights=SlotWeights(decay_B, config.dpace_floor),
-        facts=facts,
+        facts=known.facts,
     )
-    check_same_run(run)
+    crew.by_first(lambda: check_same_run(run))
     return run
+
+
+def noise_like(ends: TargetEnds) -> TapLink:
+    """Taps that are none, for a warm-up on a rank without a target."""
+
+    def noise(row: Row) -> torch.Tensor:
+        width = len(ends.target_layer_ids) * ends.hidden_size
+        return torch.randn(len(row.input_ids), width, dtype=ends.dtype, device=ends.device)
+
+    return noise

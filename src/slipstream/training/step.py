@@ -6,44 +6,53 @@ Nothing here reads the device, but for `check_taps`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from slipstream.config import TrainConfig, UserError
+from slipstream.config import TrainConfig
 from slipstream.data.pack import Row
 from slipstream.distributed.link import TapLink
 from slipstream.models.drafter import Drafter
-from slipstream.models.selfcheck import tap_health
+from slipstream.models.selfcheck import refuse_unhealthy
 from slipstream.models.target import Head
 from slipstream.system.kernels import only_launching_thread
 from slipstream.training.attention import loud_fallbacks, make_attend
 from slipstream.training.blocks import Blocks, add_noise, draw_anchors, make_blocks
 from slipstream.training.loss import BlockLoss, SlotWeights, block_loss
+from slipstream.training.parallel import DrafterRanks
 from slipstream.training.run import Run
 
 
 @only_launching_thread
 def row_loss(
-    run: Run, row: Row, link: TapLink, key: tuple[int, int, int], noise: float, check_taps: bool = True
+    run: Run,
+    row: Row,
+    link: TapLink,
+    key: tuple[int, int, int],
+    noise: float,
+    check_taps: bool = True,
+    documents: Sequence[int] = (),
 ) -> tuple[BlockLoss, Blocks]:
     """Taps, blocks and loss of one packed row; `key` is (seed, epoch, draw) and fixes anchors and noise.
-    `check_taps` reads the device: on a GPU not in every step.
+    `check_taps` reads the device: on a GPU not in every step. `documents` are the dataset's numbers of the
+    row's, for the error.
     """
     config, drafter = run.config, run.drafter
     anchors = draw_anchors(row, config.max_anchors, key)
     blocks = make_blocks(row, anchors, config.max_anchors, config.block_size, drafter.config.mask_token_id)
     blocks = blocks.to(run.device)
     taps_ST = link(row).to(run.dtype)
-    used, layers = row.spans()[-1][1], len(run.target.target_layer_ids)
-    if check_taps and (trouble := tap_health(taps_ST[:used], layers)):
-        raise UserError(
-            f"row {row.row_id}: the target's features are {trouble}: training on them teaches nothing"
-        )
+    used, layers = row.spans()[-1][1], len(run.ends.target_layer_ids)
+    if check_taps:
+        refuse_unhealthy(row, taps_ST[:used], layers, documents)
     if noise:
         taps_ST = add_noise(taps_ST, config.noise_kind, noise, row, key)
     way = run.attention, run.slot_weights, run.compiled
-    return drafted_loss(drafter, blocks, taps_ST, run.target.embedding_VH, run.target.head, *way), blocks
+    return drafted_loss(drafter, blocks, taps_ST, run.ends.embedding_VH, run.ends.head, *way), blocks
 
 
 def drafted_loss(
@@ -73,10 +82,13 @@ def drafted_loss(
 
 
 def make_optimizer(drafter: Drafter, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over the fp32 masters; on a GPU one fused kernel over all of them."""
+    """AdamW over the fp32 masters; on a GPU one fused kernel over all of them (one over shards, one over what
+    is whole).
+    """
     fused = device.type == "cuda"
+    parts = [[p for p in drafter.parameters() if isinstance(p, DTensor) is part] for part in (True, False)]
     return torch.optim.AdamW(
-        drafter.parameters(),
+        [{"params": part} for part in parts if part],
         lr=config.lr,
         betas=config.betas,
         eps=1e-8,
@@ -87,20 +99,22 @@ def make_optimizer(drafter: Drafter, config: TrainConfig, device: torch.device) 
 
 
 def update(
-    drafter: Drafter, optimizer: torch.optim.Optimizer, weight: Tensor, clip: float, lr: float
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    weight: Tensor,
+    clip: float,
+    lr: float,
+    ranks: DrafterRanks | None = None,
 ) -> Tensor:
-    """Divide the summed gradients by the summed weight, clip by the global norm, step; the norm before
-    clipping.
+    """Sum gradients and weight over `ranks`, divide the one by the other, clip by the global norm, step; the
+    norm before clipping, equal on all ranks.
 
     Rows without a valid slot add nothing to either sum; a step of only such rows leaves gradients of zero.
     """
-    grads = []
-    for p in drafter.parameters():
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        grads.append(p.grad)
+    ranks = ranks or DrafterRanks(drafter)
+    grads, weight = ranks.summed(weight)
     weight = weight.clamp(min=torch.finfo(torch.float32).tiny)
-    norm = torch.nn.utils.get_total_norm(grads, foreach=True) / weight
+    norm = ranks.norm(grads) / weight
     torch._foreach_mul_(grads, (clip / (norm + 1e-6)).clamp(max=1.0) / weight)  # pyright: ignore
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -45,10 +45,10 @@ def warm_up(run: Run, optimizer: torch.optim.Optimizer, display: Display) -> War
     moments = [] if optimizer.state else [torch.empty_like(p) for p in parameters for _ in range(2)]
     key = (run.config.seed, 0, 0)
     if run.config.anchor_draws > 1:  # the link holds the taps of all rows of a step
-        for i in range(run.config.accumulation):
+        for i in range(run.plan.rows_a_rank):
             run.taps(run.rows.row(i % run.rows.count))
     for _ in range(2):  # the second time is a step's time
-        if run.config.accumulation == 1:  # with more rows a step holds gradients while it reads the next
+        if run.plan.rows_a_rank == 1:  # with more rows a step holds gradients while it reads the next
             run.drafter.zero_grad(set_to_none=True)
         torch.cuda.synchronize(run.device)
         torch.cuda.reset_peak_memory_stats(run.device)
@@ -70,7 +70,7 @@ def warm_up(run: Run, optimizer: torch.optim.Optimizer, display: Display) -> War
     run.drafter.zero_grad(set_to_none=True)
     del moments
     ceiling = target_ceiling = matmul_ceiling(run.device, run.dtype)
-    if run.target.trunk is not None and run.target.trunk.fp8:
+    if run.config.target_fp8:
         target_ceiling = fp8_ceiling(run.device)
     display.say(
         f"compile: {time.monotonic() - began:.0f} s; the fullest row takes {1000 * seconds:.0f} ms forward "
