@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.data.chat import Document
+from slipstream.data.records import Document
 from slipstream.data.shards import Shard, TokenDataset
 
 CORPUS = [

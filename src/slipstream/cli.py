@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import (
+    POSITIONAL,
     CacheConfig,
+    DataConfig,
     DoctorConfig,
     EvalConfig,
     ExportConfig,
     PrepareConfig,
+    RegenerateConfig,
     TrainConfig,
     UserError,
     check_ranges,
@@ -31,7 +34,9 @@ from slipstream.config import (
 USAGE = """usage: slipstream VERB [--config RECIPE.yaml] [flags]     (slipstream VERB --help shows a verb's
 flags)
 
+  regenerate  the target answers prompts, from servers or on this machine's device
   prepare   chats or token ids → token shards
+  data      look into a dataset: `slipstream data verify DIR`, `slipstream data stats DIR`
   cache     record the target's taps on disk, for small targets and many epochs
   train     train a drafter, export it, decode with what was exported
   eval      decode prompts with a drafter: τ, acceptance by slot, baselines, speed, losslessness
@@ -41,7 +46,34 @@ flags)
 Flags win over the recipe, the recipe over defaults. --debug shows the traceback of an error."""
 
 
+def run_regenerate(config: RegenerateConfig) -> int:
+    from slipstream.data.regenerate import Regeneration, check, summary
+    from slipstream.training.metrics import Display
+
+    check(config)
+    if config.server:
+        from slipstream.data.server import answer
+    else:
+        from slipstream.decoding.answering import answer
+    with Display() as display:
+        run = Regeneration(config, display.advance)
+        display.start("regenerate", run.prompts, run.prompts - run.left)
+        try:
+            answer(config, run, display.say)
+        finally:
+            for line in summary(run.close()):
+                display.say(f"regenerate: {line}")
+    return 0
+
+
 def run_prepare(config: PrepareConfig) -> None:
+    if config.show:
+        from rich.console import Console
+
+        from slipstream.data.show import show
+
+        show(config, Console(highlight=False))
+        return
     from slipstream.data.prepare import prepare
     from slipstream.training.metrics import Display
 
@@ -55,6 +87,19 @@ def run_prepare(config: PrepareConfig) -> None:
     for split, facts in splits.items():
         display.say(f"prepare: {split}: " + ", ".join(f"{n:,} {what}" for what, n in facts.items()))
     display.say(f"prepare: shards and manifest in {summary['output_dir']}")
+
+
+def run_data(config: DataConfig) -> int:
+    if config.task == "verify":
+        from slipstream.data.verify import verify
+
+        right, faults = verify(config.data_dir)
+        print(*right, *(f"FAULT {fault}" for fault in faults), sep="\n")
+        return 1 if faults else 0
+    from slipstream.data.stats import stats
+
+    print(stats(config))
+    return 0
 
 
 def run_cache(config: CacheConfig) -> None:
@@ -167,7 +212,9 @@ def run_doctor(config: DoctorConfig) -> int:
 
 
 VERBS: dict[str, tuple[type, Callable[[Any], int | None]]] = {
+    "regenerate": (RegenerateConfig, run_regenerate),
     "prepare": (PrepareConfig, run_prepare),
+    "data": (DataConfig, run_data),
     "cache": (CacheConfig, run_cache),
     "train": (TrainConfig, run_train),
     "eval": (EvalConfig, run_eval),
@@ -204,6 +251,9 @@ def parse(cls: type, verb: str, args: list[str]) -> Any:
     import tyro
 
     values, rest, where = {}, [], ""
+    for name in POSITIONAL.get(cls, ()):
+        if args and not args[0].startswith("-"):
+            rest += [f"--{name}", args.pop(0)]
     while args:
         arg = args.pop(0)
         if arg == "--config" or arg.startswith("--config="):

@@ -19,6 +19,10 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from slipstream.config_data import CacheConfig as CacheConfig
+from slipstream.config_data import DataConfig as DataConfig
+from slipstream.config_data import PrepareConfig as PrepareConfig
+from slipstream.config_data import RegenerateConfig as RegenerateConfig
 from slipstream.system.caches import INDUCTOR_CACHE, TRITON_CACHE, place_caches
 
 C = TypeVar("C")
@@ -29,30 +33,6 @@ class UserError(ValueError):
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
-    """Chats or ready token ids → token shards with a manifest."""
-
-    input: tuple[str, ...] = ()
-    """JSONL files (`.gz` too), by line `messages`, `conversations`, or `prompt_ids`+`response_ids`."""
-    output_dir: str = ""
-    """Folder for the shards and their manifest; must be new or empty."""
-    tokenizer: str = ""
-    """The target's folder or hub name: its tokenizer and chat template render the conversations."""
-    max_length: int = 8192
-    """Longest document in tokens; `on_long` says what happens to a longer one."""
-    on_long: Literal["truncate", "split", "reject"] = "truncate"
-    """A longer document: its tail cut, cut into several documents, or left out (counted)."""
-    holdout: float = 0.02
-    """Share of conversations kept for validation, by a hash of their tokens (so a copy never leaks)."""
-    thinking: bool | None = None
-    """`enable_thinking` for templates that know it; unset leaves the template's own default."""
-    shard_tokens: int = 16_777_216
-    """Tokens a shard file holds at most."""
-    limit: int | None = None
-    """Read only that many conversations: for trying things out."""
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """Train a drafter for a frozen target."""
 
@@ -60,7 +40,11 @@ class TrainConfig:
     target_model: str = ""
     """Folder or hub name of the target (a transformers causal LM)."""
     data_dir: str = ""
-    """Prepared shards, or a folder of tokenised completions (Arrow, Parquet, JSONL)."""
+    """Prepared shards, or a folder of tokenised completions (Arrow, Parquet, JSONL); may be a URL (`s3://…`)."""
+    data_cache: str = "~/.cache/slipstream/data"
+    """Local folder for shards of a URL; several runs and ranks may share it."""
+    data_cache_gib: float = 64.0
+    """GiB it may hold: shards beyond that are read by ranges, a row's documents at once, each time."""
     output_dir: str = ""
     """The run's folder: configuration, metrics, checkpoints, export. An interrupted run in it is resumed."""
     taps_dir: str | None = None
@@ -97,6 +81,8 @@ class TrainConfig:
     """Tokens in a packed row."""
     max_anchors: int = 512
     """Most anchors drawn in a packed row."""
+    anchor_share: float | None = None
+    """Anchors a row draws, as a share of those it could: coverage is then the same at any `token_budget`."""
     on_long: Literal["truncate", "split", "reject"] = "truncate"
     """What to do with a document longer than the token budget."""
     loss: Literal["decay", "dpace"] = "decay"
@@ -196,38 +182,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class CacheConfig:
-    """Record the target's taps of every packed row, so that training needs no target pass."""
-
-    target_model: str = ""
-    """Folder or hub name of the target."""
-    data_dir: str = ""
-    """Prepared shards, or a folder of tokenised completions."""
-    output_dir: str = ""
-    """Folder for the taps; must be new, or an unfinished cache of the same settings (it is continued)."""
-    taps: int = 5
-    """How many target layers are read; as in `train`."""
-    target_layer_ids: tuple[int, ...] | None = None
-    """0-based target layers whose output is read; as in `train`."""
-    token_budget: int = 8192
-    """Tokens in a packed row; as in `train`."""
-    on_long: Literal["truncate", "split", "reject"] = "truncate"
-    """As in `train`."""
-    limit_rows: int | None = None
-    """Record only the first rows of the plan's packing: training then sees these rows only."""
-    heldout_rows: int = 8
-    """Held-out rows recorded for validation."""
-    device: str = "auto"
-    """`cpu`, `cuda`, or `auto`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the target and of the stored taps."""
-    target_pass: Literal["auto", "fused", "stock"] = "auto"
-    """As in `train`."""
-    target_fp8: bool = False
-    """As in `train`."""
-
-
-@dataclass(frozen=True)
 class EvalConfig:
     """Decode prompts with and without the drafter; τ, acceptance by slot, baselines, speed, losslessness."""
 
@@ -293,6 +247,8 @@ class DoctorConfig(TrainConfig):
 
 REQUIRED: dict[type, tuple[str, ...]] = {
     PrepareConfig: ("input", "output_dir", "tokenizer"),
+    RegenerateConfig: ("output_dir",),
+    DataConfig: ("data_dir",),
     TrainConfig: ("target_model", "data_dir", "output_dir"),
     CacheConfig: ("target_model", "data_dir", "output_dir"),
     EvalConfig: ("target_model", "drafter", "prompts"),
@@ -300,6 +256,8 @@ REQUIRED: dict[type, tuple[str, ...]] = {
     DoctorConfig: (),
 }
 
+POSITIONAL: dict[type, tuple[str, ...]] = {DataConfig: ("task", "data-dir")}
+"""Flags whose values may stand first on the line, without their names."""
 
 AT_LEAST: dict[str, int] = {
     "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 2, "intermediate_size": 1, "sliding_window": 1,
@@ -309,10 +267,21 @@ AT_LEAST: dict[str, int] = {
     "decode_prompts": 0, "decode_tokens": 1, "dp_pairs": 0, "ranks": 1, "target_ranks": 0, "drafter_ranks": 0,
     "link_credits": 1, "max_restarts": 0, "limit_rows": 1, "heldout_rows": 0,
     "max_length": 2, "limit": 1, "block_size": 2, "max_anchors": 1, "max_prompts": 1, "max_new_tokens": 1,
-    "temperature": 0, "lossless_tokens": 0,
+    "temperature": 0, "lossless_tokens": 0, "self_prompt": 1, "turns": 1, "concurrency": 1, "retries": 0,
+    "batch_size": 1, "processes": 1, "decontaminate_words": 1, "show": 1,
 }  # fmt: skip
-AT_MOST: dict[str, int] = {"seed": 2**63 - 1, "max_anchors": 2**24, "token_budget": 2**24}
-POSITIVE = ("gamma", "rope_theta", "epochs", "max_minutes", "lr", "clip")
+AT_MOST: dict[str, int] = {"seed": 2**63 - 1, "max_anchors": 2**24, "token_budget": 2**24, "anchor_share": 1}
+POSITIVE = (
+    "timeout",
+    "data_cache_gib",
+    "gamma",
+    "rope_theta",
+    "epochs",
+    "max_minutes",
+    "lr",
+    "clip",
+    "anchor_share",
+)
 SHARES = ("warmup", "betas", "dpace_floor", "holdout")
 
 
@@ -390,7 +359,7 @@ def to_yaml(config: Any) -> str:
 def check_required(config: Any, how: str) -> None:
     values = dataclasses.asdict(config)
     for name in REQUIRED[type(config)]:
-        if not values[name]:
+        if not values[name] and not (name == "output_dir" and values.get("show")):
             raise UserError(f"{how}: --{name.replace('_', '-')} is missing: give it, or {name} in a --config")
 
 

@@ -21,7 +21,17 @@ from tests.fixtures_data import CHATML, byte_tokenizer, chat, write_jsonl
 from tests.integration.conftest import VOCAB, World, counting
 from tests.tiny import tiny_target
 
-PROGRESS = ("data: ", "check: ", "drafter: ", "plan: ", "cache", "prepare ", "train ", "Loading weights")
+PROGRESS = (
+    "data: ",
+    "anchors: ",
+    "check: ",
+    "drafter: ",
+    "plan: ",
+    "cache",
+    "prepare ",
+    "train ",
+    "Loading weights",
+)
 
 
 @pytest.fixture

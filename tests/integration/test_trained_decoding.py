@@ -7,8 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from slipstream.data.chat import Document
 from slipstream.data.pack import pack_rows
+from slipstream.data.records import Document
 from slipstream.decoding.speculative import generate_speculative
 from slipstream.export.zlab import export_run, load_drafter
 from slipstream.models.drafter import Drafter

@@ -12,9 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.training.blocks import Blocks, accepted_prefix, anchor_candidates, draw_anchors, make_blocks
+from slipstream.data.pack import make_row, pack_rows
+from slipstream.data.records import Document
+from slipstream.training.blocks import (
+    Blocks,
+    accepted_prefix,
+    anchor_candidates,
+    anchors_cut,
+    draw_anchors,
+    make_blocks,
+    wanted_anchors,
+)
 from slipstream.training.loss import BlockLoss
 from slipstream.training.metrics import SlotMeter
+from tests.fixtures_data import memory_dataset
 from tests.training import DEVICE, LAYOUTS, MASK, all_blocks, documents, supervised_row
 
 SIZES = st.integers(2, 9)
@@ -130,6 +141,55 @@ def test_drawn_anchors_are_sorted_candidates_without_repetition_and_as_many_as_a
     assert anchors == sorted(set(anchors))
     assert set(anchors) <= set(candidates)
     assert len(anchors) == min(most, len(candidates))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(documents, st.integers(1, 12), st.floats(0, 1, exclude_min=True))
+def test_a_share_draws_that_share_of_the_candidates_under_the_bound_and_what_is_cut_is_counted(
+    masks, most, share
+):
+    row, candidates = supervised_row(masks, 2), literal_candidates(masks)
+    anchors = draw_anchors(row, most, (0, 0, 0), share).tolist()
+    asked = draw_anchors(row, 1000, (0, 0, 0), share).tolist()
+    assert set(anchors) <= set(candidates)
+    assert anchors == sorted(set(anchors))
+    exact = share * len(candidates)
+    assert abs(len(asked) - exact) <= 0.5 or (len(asked) == 1 and exact < 1)
+    assert bool(asked) == bool(candidates), "a row that has candidates is never left out"
+    assert len(anchors) == min(most, len(asked))
+    assert anchors_cut(row, len(anchors), share) == len(asked) - len(anchors)
+    assert anchors_cut(row, len(anchors), None) == 0, "without a share nothing is asked beyond the bound"
+
+
+def test_the_whole_share_is_every_candidate_and_no_share_leaves_the_draw_as_it_was():
+    row = supervised_row([[True] * 200], row_id=3)
+    assert draw_anchors(row, 500, (5, 2, 0), 1.0).tolist() == anchor_candidates(row).tolist()
+    assert draw_anchors(row, 20, (5, 2, 0), 1.0).tolist() == draw_anchors(row, 20, (5, 2, 0)).tolist()
+    assert [wanted_anchors(n, 0.1) for n in (0, 1, 14, 16, 1000)] == [0, 1, 1, 2, 100]
+
+
+def coverage_at(lengths: np.ndarray, budget: int, most: int, share: float | None) -> tuple[float, float]:
+    """Shares of all candidates that are drawn, and of all supervised tokens that are labelled."""
+    data = memory_dataset([Document(np.arange(n) % 90 + 1, np.arange(n) >= n // 4) for n in lengths])
+    packing = pack_rows(lengths, budget, "truncate")
+    drawn = candidates = labelled = supervised = 0
+    for r in range(len(packing)):
+        row = make_row(data, packing, r)
+        anchors = draw_anchors(row, most, (0, 0, 0), share)
+        blocks = make_blocks(row, anchors, most, 8, MASK)
+        drawn, candidates = drawn + blocks.count, candidates + len(anchor_candidates(row))
+        labelled, supervised = labelled + blocks.labelled, supervised + int(row.supervised.sum())
+    return drawn / candidates, labelled / supervised
+
+
+def test_with_a_share_coverage_is_the_same_however_the_documents_are_packed():
+    lengths = np.exp(np.random.default_rng(3).normal(5.2, 0.6, 600)).astype(int).clip(20, 1024)
+    small, large = (coverage_at(lengths, budget, 4096, 0.1) for budget in (1024, 8192))
+    assert small[0] == pytest.approx(0.1, abs=0.5 / 500), "rounding: half an anchor of a row's 600"
+    assert large[0] == pytest.approx(0.1, abs=0.5 / 4000)
+    assert small[1] == pytest.approx(large[1], abs=0.01), "0.51 with a deviation of 0.002"
+    bounded = [coverage_at(lengths, budget, 128, None)[1] for budget in (1024, 8192)]
+    assert bounded[0] > bounded[1] + 0.4, "a bound alone covers small rows better"
 
 
 def test_anchors_are_a_function_of_seed_epoch_draw_and_row_alone():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from slipstream.config import UserError
-from slipstream.data.chat import ChatError, ChatTemplate, read_messages, read_tokens, read_tools
+from slipstream.data.chat import ChatTemplate
+from slipstream.data.records import ChatError, read_messages, read_tokens, read_tools
 from tests.fixtures_data import (
     CHATML,
     INST,
@@ -111,6 +112,15 @@ def test_a_tokenizer_that_writes_a_blank_before_every_text_tokenises_as_served(b
     assert document.ids.tolist() == tokenizer.apply_chat_template(messages)["input_ids"]
     pieces = [t.strip() for t in supervised_texts(tokenizer, document)]
     assert pieces == ["Four.</s>", "no</s>"]
+
+
+def test_a_length_that_tokenizer_json_holds_cuts_nothing(tmp_path):
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    tokenizer.backend_tokenizer.enable_padding(length=99)
+    document = only(documents_of(tokenizer, TWO_TURNS))
+    assert document.ids.tolist() == only(documents_of(byte_tokenizer(CHATML), TWO_TURNS)).ids.tolist()
+    assert supervised_texts(tokenizer, document) == ["Four.<|im_end|>", "Yes, no.<|im_end|>"]
 
 
 class TestThinking:

@@ -15,14 +15,21 @@ from slipstream import __version__, cli
 from slipstream.config import EvalConfig, TrainConfig, UserError
 
 FLAGS = {
+    "regenerate": "--output-dir --input --self-prompt --target-model --server --served-name --temperature "
+    "--top-p --max-new-tokens --turns --thinking --seed --limit --concurrency --timeout --retries "
+    "--batch-size --device --dtype",
     "prepare": "--input --output-dir --tokenizer --max-length --on-long --holdout --thinking --shard-tokens "
-    "--limit",
-    "cache": "--target-model --data-dir --output-dir --taps --target-layer-ids --token-budget --on-long "
-    "--limit-rows --heldout-rows --device --dtype --target-pass --target-fp8 --no-target-fp8",
-    "train": "--target-model --data-dir --output-dir --taps-dir --layers --heads --kv-heads --head-dim "
-    "--intermediate-size --taps --target-layer-ids --block-size --mask-token-id --sliding-window "
-    "--full-layers --rope-theta --token-budget --max-anchors --on-long --loss --gamma --dpace-floor --noise "
-    "--noise-kind --epochs --max-steps --max-minutes --rows-per-step --anchor-draws --lr --warmup "
+    "--limit --processes --decontaminate --decontaminate-words --show",
+    "data": "--task --data-dir --json --no-json --png",
+    "cache": "--target-model --data-dir --data-cache --data-cache-gib --output-dir --taps --target-layer-ids "
+    "--token-budget --on-long --limit-rows --heldout-rows --device --dtype --target-pass --target-fp8 "
+    "--no-target-fp8",
+    "train": "--target-model --data-dir --data-cache --data-cache-gib --output-dir --taps-dir --layers "
+    "--heads --kv-heads --head-dim --intermediate-size --taps --target-layer-ids --block-size "
+    "--mask-token-id --sliding-window "
+    "--full-layers --rope-theta --token-budget --max-anchors --anchor-share --on-long --loss --gamma "
+    "--dpace-floor --noise --noise-kind --epochs --max-steps --max-minutes --rows-per-step --anchor-draws "
+    "--lr --warmup "
     "--weight-decay --betas --clip --seed "
     "--device --dtype --target-pass --target-fp8 --no-target-fp8 --attention --compile --no-compile "
     "--activation-checkpointing --no-activation-checkpointing --ranks --dp-pairs --target-ranks "
@@ -103,7 +110,7 @@ def one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
 def test_an_unknown_verb_names_the_nearest(capsys):
     told = one_line(capsys, ["trian"])
     assert told.startswith("error: slipstream trian: no such verb (did you mean 'train'?)")
-    assert "prepare, cache, train, eval, export" in told
+    assert "prepare, data, cache, train, eval, export" in told
 
 
 @pytest.mark.parametrize("missing", range(3))
@@ -226,7 +233,11 @@ PREPARE = ["prepare", "--input", "I", "--output-dir", "O", "--tokenizer", "T"]
         ([*EVAL, "--block-size", "1"], "--block-size 1: must be at least 2"),
         ([*PREPARE, "--holdout", "1"], "--holdout 1.0: must be at least 0 and below 1"),
         ([*PREPARE, "--max-length", "1"], "--max-length 1: must be at least 2"),
+        (["train", *NEEDED, "--anchor-share", "0"], "--anchor-share 0.0: must be above 0"),
+        (["train", *NEEDED, "--anchor-share", "1.5"], "--anchor-share 1.5: must be at most 1"),
         ([*PREPARE, "--limit", "0"], "--limit 0: must be at least 1"),
+        ([*PREPARE, "--show", "0"], "--show 0: must be at least 1"),
+        ([*PREPARE, "--decontaminate-words", "0"], "--decontaminate-words 0: must be at least 1"),
     ],
 )
 def test_a_number_that_can_mean_nothing_is_refused_before_the_verb_starts(

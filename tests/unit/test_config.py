@@ -16,10 +16,12 @@ from slipstream.config import (
     REQUIRED,
     SHARES,
     CacheConfig,
+    DataConfig,
     DoctorConfig,
     EvalConfig,
     ExportConfig,
     PrepareConfig,
+    RegenerateConfig,
     TrainConfig,
     UserError,
     check_ranges,
@@ -31,7 +33,10 @@ from slipstream.config import (
     to_yaml,
 )
 
-CONFIGS = (PrepareConfig, TrainConfig, CacheConfig, EvalConfig, ExportConfig, DoctorConfig)
+CONFIGS = (
+    PrepareConfig, DataConfig, RegenerateConfig, TrainConfig, CacheConfig, EvalConfig, ExportConfig,
+    DoctorConfig,
+)  # fmt: skip
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from transformers import GenerationConfig
 
 from slipstream.config import PrepareConfig, UserError
 from slipstream.data import prepare as room
+from slipstream.data import sources
 from slipstream.data.prepare import prepare
 from slipstream.data.shards import check_tokenizer, open_dataset
 from tests.fixtures_data import CHATML, THINKING, byte_tokenizer, chat, supervised_texts, write_jsonl
@@ -85,6 +87,40 @@ def test_preparing_again_gives_the_same_bytes(config, tmp_path):
     for split in ("train", "heldout"):
         a, b = (open_dataset(tmp_path / name, split).fingerprint for name in ("out", "again"))
         assert a == b
+
+
+def test_any_number_of_processes_gives_the_same_files_counts_and_examples(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 900)
+    more = [
+        CHATS[3],
+        {"messages": []},
+        *CHATS[20:30],
+        {"messages": chat("only a question")},
+        {"messages": []},
+    ]
+    found, seen = [], []
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        changes = {"output_dir": str(out), "processes": processes}
+        counts = run(config, [*CHATS, *more], lambda *x: seen.append(x), **changes)["counts"]
+        files = {p.name: p.read_bytes() for p in out.glob("*.safetensors")}
+        found.append((counts, files, json.loads((out / "manifest.json").read_text())["splits"]))
+    assert found[0] == found[1]
+    assert found[0][0]["skipped"] == {"duplicate": 11, "no messages": 2, "no assistant turn": 1}
+    assert "chats.jsonl:61" in found[0][0]["skipped_examples"]["duplicate"]
+    assert len(seen) > 2 * 8, "of more chunks than are worked on without processes"
+
+
+def test_copies_are_known_however_many_batches_lie_between():
+    seen, rng = room.Seen(), np.random.default_rng(0)
+    digests = rng.integers(0, 2000, 5000, np.uint64)
+    known: set[int] = set()
+    for batch in np.split(digests, np.sort(rng.integers(0, 5000, 60))):
+        expected = []
+        for digest in batch.tolist():
+            expected.append(digest not in known)
+            known.add(digest)
+        assert seen.add(batch).tolist() == expected
 
 
 def test_other_answers_to_a_held_out_prompt_are_held_out_too(config):

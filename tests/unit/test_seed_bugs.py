@@ -23,8 +23,8 @@ from torch.nn.attention import flex_attention as flex_module
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from slipstream.config import TrainConfig, UserError
-from slipstream.data.chat import Document
 from slipstream.data.pack import Row, make_row, pack_rows
+from slipstream.data.records import Document
 from slipstream.models.drafter import Drafter, Layer
 from slipstream.models.parts import RMSNorm
 from slipstream.models.target import Target

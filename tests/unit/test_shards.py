@@ -13,17 +13,17 @@ import pytest
 
 from slipstream.config import UserError
 from slipstream.data import shards
-from slipstream.data.chat import Document
+from slipstream.data.records import Document
 from slipstream.data.shards import (
     FORMAT,
     Manifest,
     ShardWriter,
     check_tokenizer,
     open_dataset,
-    tokenizer_fingerprint,
     write_atomic,
     write_manifest,
 )
+from slipstream.data.tokenizer import tokenizer_fingerprint
 from tests.fixtures_data import blank_prefix_tokenizer, byte_tokenizer, write_jsonl
 
 RNG = np.random.default_rng(0)
@@ -124,14 +124,21 @@ class TestBroken:
         shard.write_bytes(shards.safetensors.numpy.save(arrays))
         self.fails(shard.parent, shard.name + ": corrupt: its documents do not add up")
 
-    def test_a_token_outside_the_vocabulary_where_the_split_is_too_large_to_hash(self, shard, monkeypatch):
+    @pytest.mark.parametrize("name", ["tokens", "supervised", "checks"])
+    def test_a_changed_document_is_told_when_it_is_read_where_the_split_is_too_large_to_hash(
+        self, shard, monkeypatch, name
+    ):
         monkeypatch.setattr(shards, "HASH_WHOLE_BELOW", 0)
         arrays = shards.safetensors.numpy.load_file(shard)
-        arrays["tokens"][:] = 400
+        arrays[name][-1] ^= 1
         shard.write_bytes(shards.safetensors.numpy.save(arrays))
         data = open_dataset(shard.parent, "train")
-        with pytest.raises(UserError, match=r"train-00000.*token id 400"):
-            [data.document(i) for i in range(len(data))]
+        last = len(data.shards[0].offsets) - 2
+        assert [len(ids) for ids, _ in data.documents(range(last))] == data.lengths[:last].tolist()
+        with pytest.raises(
+            UserError, match=rf"train-00000.*corrupt: document {last} is not what was written"
+        ):
+            data.documents([0, last])
 
     def test_a_broken_manifest(self, shard):
         path = shard.parent / "manifest.json"

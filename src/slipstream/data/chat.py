@@ -1,12 +1,13 @@
 """Conversations → token ids and the mask of what the model itself generates.
 
-Here: normalising a record's messages, rendering them with the tokenizer's chat template, ready token ids.
-Not here: reading files (`sources`), filters, hold-out and counting (`prepare`), files (`shards`).
+Here: rendering messages with the tokenizer's chat template, and tokenising what came of it. Not here: what a
+record holds (`records`), filters, hold-out and counting (`prepare`), files (`shards`).
 
 What is supervised: everything between the generation prompt, as a server would send it, and the end-of-turn
 token, that token included. A turn is rendered twice: the messages before it with the generation prompt, and
 the messages up to it. The first text must begin the second, else the model would learn from a prompt that is
-never served. A template with `{% generation %}` marks may exclude more of the answer, never add to it.
+never served; where a template rewrites turns before an answer once that is there, the answer is put after the
+prompt all the same. A template with `{% generation %}` marks may exclude more of the answer, never add to it.
 
 Texts are cut where a server cuts them, at the end of a prompt, and the pieces are tokenised apart: a token
 never straddles prompt and answer, and the mask needs no character offsets.
@@ -14,7 +15,6 @@ never straddles prompt and answer, and the mask needs no character offsets.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import re
 from collections.abc import Sequence
@@ -23,30 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.config import UserError
+from slipstream.data.records import ChatError, Document, Message
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-TOKEN_COLUMNS = ("prompt_ids", "response_ids", "input_ids", "loss_mask")
-_EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>")
+_EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>")
+_STAND_IN: Message = {"role": "assistant", "content": "…"}
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-@dataclass(frozen=True)
-class Document:
-    """Token ids of one document: `ids` [n] int64, `supervised` [n] bool."""
-
-    ids: np.ndarray
-    supervised: np.ndarray
-
-    def prompt_hash(self) -> int:
-        """64 bits of the ids before the first supervised token (of all of them where that is the first)."""
-        prompt = int(self.supervised.argmax()) or len(self.ids)
-        return int.from_bytes(hashlib.blake2b(self.ids[:prompt].tobytes(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -57,16 +42,20 @@ class Rendered:
     by_turn: bool  # the template rewrites earlier turns, so every assistant turn is a document of its own
     trailing_messages: int  # messages after the last assistant turn, left out
     empty_thinking: (
-        int  # answers before which the template wrote an empty thinking block that no prompt holds
+        int  # answers that open with an empty thinking block of the template's which no prompt holds
     )
+    tools_ignored: bool  # the template writes no tool descriptions into its prompts
 
 
-class ChatError(ValueError):
-    """A chat that cannot be rendered rightly: `reason` is short, to count by; the message says more."""
+@dataclass(frozen=True)
+class Script:
+    """The texts of one conversation before they are tokenised; what else it holds is as in `Rendered`."""
 
-    def __init__(self, reason: str, detail: str):
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
+    documents: list[list[_Segment]]
+    by_turn: bool
+    trailing_messages: int
+    empty_thinking: int
+    tools_ignored: bool
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,10 @@ class ChatTemplate:
         self, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None, eos_ids: Sequence[int] = ()
     ):
         self.tokenizer = tokenizer
-        self.switches: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        self.switches: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        if thinking is not None:
+            self.switches["enable_thinking"] = thinking
+        self._templates: dict[bool, tuple[str, bool]] = {}
         special = {str(t) for t in tokenizer.all_special_tokens}
         special |= {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         ends = [tokenizer.convert_ids_to_tokens(i) for i in eos_ids]
@@ -112,6 +104,13 @@ class ChatTemplate:
         where it rewrites them (thinking removed), each assistant turn is a document with the context it is
         served with.
         """
+        (rendered,) = self.tokenise([self.script(messages, finished, tools)])
+        if isinstance(rendered, ChatError):
+            raise rendered
+        return rendered
+
+    def script(self, messages: list[Message], finished: bool = True, tools: list | None = None) -> Script:
+        """The first half of `render`: all that the template does. `ChatError` as there."""
         turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not turns:
             raise ChatError("no assistant turn", "nothing in it is the model's")
@@ -119,15 +118,50 @@ class ChatTemplate:
             raise ChatError("assistant turn first", "no prompt comes before it")
         rendered = [self._turn(messages, i, tools) for i in turns]
         whole = rendered[-1].prompt + rendered[-1].answer + rendered[-1].end
+        try:
+            whole.encode()
+        except UnicodeEncodeError as e:
+            raise ChatError("no valid Unicode", f"half a surrogate pair, {e.object[e.start]!r}") from None
         one = all(whole.startswith(t.prompt + t.answer + t.end) for t in rendered)
         documents = [rendered] if one else [[t] for t in rendered]
         segments = [_segments(d, finished or d[-1] is not rendered[-1]) for d in documents]
         empty = sum(
-            bool(_EMPTY_THINKING.match(t.answer)) and "<think>" not in messages[i]["content"]
+            bool(_EMPTY_THINKING.match(t.answer)) and "</think>" not in messages[i]["content"]
             for i, t in zip(turns, rendered, strict=True)
         )
-        tokenised = [self._tokenise(s) for s in segments]
-        return Rendered(tokenised, not one, len(messages) - 1 - turns[-1], empty)
+        before = messages[: turns[0]]
+        ignored = tools is not None and self._render(before, None, True) == rendered[0].prompt
+        return Script(segments, not one, len(messages) - 1 - turns[-1], empty, ignored)
+
+    def tokenise(self, scripts: Sequence[Script]) -> list[Rendered | ChatError]:
+        """The second half of `render`, of many conversations in one call of the tokenizer: faster so."""
+        flat = [d for s in scripts for d in s.documents]
+        if self._cuts_freely:
+            texts = [g.carry + g.text for d in flat for g in d]
+        else:  # such a tokenizer writes a blank before every text: only whole prefixes tokenise as served
+            texts = ["".join(g.text for g in d[: k + 1]) for d in flat for k in range(len(d))]
+        ids = iter(self._encode(texts))
+        parts = iter([[next(ids) for _ in d] for d in flat])
+        return [self._assemble(s, [next(parts) for _ in s.documents]) for s in scripts]
+
+    def _assemble(self, script: Script, parts: list[list[list[int]]]) -> Rendered | ChatError:
+        try:
+            documents = [self._document(d, p) for d, p in zip(script.documents, parts, strict=True)]
+        except ChatError as e:
+            return e
+        rest = (script.by_turn, script.trailing_messages, script.empty_thinking, script.tools_ignored)
+        return Rendered(documents, *rest)
+
+    def _document(self, segments: list[_Segment], parts: list[list[int]]) -> Document:
+        if self._cuts_freely:
+            parts = [p[1:] if s.carry else p for p, s in zip(parts, segments, strict=True)]
+        else:
+            for shorter, longer in itertools.pairwise(parts):
+                if longer[: len(shorter)] != shorter:
+                    raise ChatError("token across prompt and answer", repr(segments[0].text[-40:]))
+            parts = [p[len(q) :] for q, p in zip([[], *parts], parts, strict=False)]
+        ids = np.fromiter(itertools.chain.from_iterable(parts), np.int64)
+        return Document(ids, np.repeat([s.supervised for s in segments], [len(p) for p in parts]))
 
     def prompt_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
         """Ids a server would be sent for these messages, generation prompt included."""
@@ -140,17 +174,37 @@ class ChatTemplate:
     def _turn(self, messages: list[Message], i: int, tools: list | None) -> _Turn:
         prompt = self._render(messages[:i], tools, True)
         done, marks = self._render_marked(messages[: i + 1], tools)
-        if not done.startswith(prompt):
-            raise ChatError(
-                "answer does not follow the generation prompt",
-                f"after {prompt[-60:]!r} the template writes {_after_common(prompt, done)!r}; "
-                "set --thinking as the answers were made, or give prompt_ids + response_ids",
-            )
-        self._check_content(messages, i, tools, prompt, done[len(prompt) :])
-        answer, end = self._cut_at_end_of_turn(done[len(prompt) :])
+        start = (
+            len(prompt)
+            if done.startswith(prompt)
+            else self._start_elsewhere(messages[:i], tools, prompt, done)
+        )
+        self._check_content(messages, i, tools, prompt, done[start:])
+        answer, end = self._cut_at_end_of_turn(done[start:])
         if marks is None:
             return _Turn(prompt, answer, end, ((0, len(answer)),))
-        return _Turn(prompt, answer, end, _clip(marks, len(prompt), answer))
+        return _Turn(prompt, answer, end, _clip(marks, start, answer))
+
+    def _start_elsewhere(self, before: list[Message], tools: list | None, prompt: str, done: str) -> int:
+        """Where the answer starts in `done`, which begins otherwise than `prompt`: the template rewrote
+        earlier turns, as harmony does with the analysis before calls once their final answer is there.
+
+        A stand-in for the answer makes it begin so too; how that ends is seen where nothing is rewritten.
+        `ChatError` where the beginnings differ, or do not end like the prompt.
+        """
+        question = [{"role": "user", "content": "?"}]
+        tail = self._render([*question, _STAND_IN], None, False)
+        tail = tail.removeprefix(self._render(question, None, True))
+        whole = self._render([*before, _STAND_IN], tools, False)
+        start = len(whole) - len(tail)
+        begun = whole[:start]
+        if whole.endswith(tail) and done.startswith(begun) and begun[-64:] == prompt[-64:]:
+            return start
+        raise ChatError(
+            "answer does not follow the generation prompt",
+            f"after {prompt[-60:]!r} the template writes {_after_common(prompt, done)!r}; "
+            "set --thinking as the answers were made, or give prompt_ids + response_ids",
+        )
 
     def _cut_at_end_of_turn(self, text: str) -> tuple[str, str]:
         """(answer, end-of-turn token): of the special tokens at the end the first eos, else the first."""
@@ -174,9 +228,13 @@ class ChatTemplate:
         for part in (thought.strip(), closed, content.strip()):
             if part[-32:] not in text:
                 raise ChatError("content changed by the template", f"{part[-32:]!r} is not in {text[-60:]!r}")
+        for call in messages[i].get("tool_calls", ()):
+            name = call.get("function", call).get("name")
+            if not isinstance(name, str) or name not in text:
+                raise ChatError("tool call dropped by the template", f"{name!r} is not in {text[-60:]!r}")
         if self._prompts_answers is None:
             self._prompts_answers = self._render(messages[:i], tools, False) != prompt
-        if self._prompts_answers or self._marked(tools) or messages[i].get("tool_calls"):
+        if self._prompts_answers or self._template(tools is not None)[1] or messages[i].get("tool_calls"):
             return
         # the template knows no generation prompt: fine for "[/INST] answer", wrong when a role header follows
         if not text.lstrip().startswith(messages[i]["content"].strip()[:16]):
@@ -186,59 +244,47 @@ class ChatTemplate:
             )
 
     def _render(self, messages: list[Message], tools: list | None, generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
+        return self._render_marked(messages, tools, generation_prompt)[0]
 
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools, tokenize=False, add_generation_prompt=generation_prompt, **self.switches
-            )
-        except (TemplateError, TypeError, ValueError) as e:  # the last two: a value of a kind it cannot write
-            raise ChatError("refused by the template", " ".join(str(e).split())) from None
-        assert isinstance(text, str)
-        return text
-
-    def _render_marked(self, messages: list[Message], tools: list | None) -> tuple[str, list | None]:
+    def _render_marked(
+        self, messages: list[Message], tools: list | None, generation_prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]] | None]:
         """The text, and the character spans of `{% generation %}` when the template has it.
 
         The public mask is per token and built from character offsets, which byte-level tokenizers trim; the
         spans are exact. This is the one place that knows transformers' renderer (the same in 5.17 and 5.24).
         """
-        if not self._marked(tools):
-            return self._render(messages, tools, False), None
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        switches: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.switches}
+        template, marked = self._template(tools is not None)
         try:
-            texts, marks = render_jinja_template(
+            texts, spans = render_jinja_template(
                 [messages],
                 tools,
-                chat_template=self.tokenizer.get_chat_template(tools=tools),
-                return_assistant_tokens_mask=True,
-                **switches,
+                chat_template=template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=generation_prompt,
+                **self.switches,
             )
-        except (TemplateError, TypeError, ValueError) as e:
+        except (TemplateError, TypeError, ValueError) as e:  # the last two: a value of a kind it cannot write
             raise ChatError("refused by the template", " ".join(str(e).split())) from None
-        return texts[0], marks[0]  # type: ignore[return-value]  # its annotation says str
+        return texts[0], spans[0] if marked else None  # type: ignore[return-value]  # its annotation says str
 
-    def _marked(self, tools: list | None) -> bool:
-        return _GENERATION.search(self.tokenizer.get_chat_template(tools=tools)) is not None
-
-    def _tokenise(self, segments: list[_Segment]) -> Document:
-        if self._cuts_freely:
-            parts = self._encode([s.carry + s.text for s in segments])
-            parts = [p[1:] if s.carry else p for p, s in zip(parts, segments, strict=True)]
-        else:  # such a tokenizer writes a blank before every text: only whole prefixes tokenise as served
-            texts = [s.text for s in segments]
-            prefixes = self._encode(["".join(texts[: k + 1]) for k in range(len(texts))])
-            for shorter, longer in itertools.pairwise(prefixes):
-                if longer[: len(shorter)] != shorter:
-                    raise ChatError("token across prompt and answer", repr(segments[0].text[-40:]))
-            parts = [p[len(q) :] for q, p in zip([[], *prefixes], prefixes, strict=False)]
-        flags = [np.full(len(p), s.supervised) for p, s in zip(parts, segments, strict=True)]
-        return Document(np.concatenate([np.array(p, np.int64) for p in parts]), np.concatenate(flags))
+    def _template(self, tools: bool) -> tuple[str, bool]:
+        """The template (a tokenizer may have another for tools), and whether it has generation marks."""
+        if tools not in self._templates:
+            text = self.tokenizer.get_chat_template(tools=[{}] if tools else None)
+            self._templates[tools] = text, _GENERATION.search(text) is not None
+        return self._templates[tools]
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
+        if self.tokenizer.is_fast:
+            # its own batch call also finds the characters of every token, which takes as long again
+            backend: Tokenizer = self.tokenizer.backend_tokenizer  # type: ignore[assignment]
+            backend.no_truncation()  # a length written in tokenizer.json is another program's
+            backend.no_padding()
+            return [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
         ids = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
         return ids  # type: ignore[return-value]  # annotated as a batch of anything
 
@@ -286,78 +332,3 @@ def _segments(turns: list[_Turn], finished: bool) -> list[_Segment]:
 def _after_common(prompt: str, done: str) -> str:
     n = next((k for k, (a, b) in enumerate(zip(prompt, done, strict=False)) if a != b), len(done))
     return done[max(0, n - 20) : n + 40]
-
-
-def read_messages(record: dict[str, Any], where: str) -> list[Message]:
-    """Messages of a record with `messages` (role/content) or `conversations` (from/value), checked.
-
-    `UserError` names `where` (file:line) and the field. Roles we do not know, and conversations without
-    messages, are a `ChatError`: counted, not fatal.
-    """
-    field = "messages" if "messages" in record else "conversations"
-    turns = record[field]
-    if not isinstance(turns, list):
-        raise UserError(f"{where}: {field}: expected a list of messages, found a {type(turns).__name__}")
-    if not turns:
-        raise ChatError("no messages", f"{field} is empty")
-    return [_read_message(turn, f"{where}: {field}[{i}]") for i, turn in enumerate(turns)]
-
-
-def _read_message(turn: Any, where: str) -> Message:
-    if not isinstance(turn, dict):
-        raise UserError(f"{where}: expected an object with role and content, found {str(turn)[:40]!r}")
-    role = turn.get("role", turn.get("from"))
-    if not isinstance(role, str):
-        raise UserError(f"{where}.role: missing; write one of {', '.join(ROLES)}")
-    role = SHAREGPT_ROLES.get(role, role)
-    if role not in ROLES:
-        raise ChatError("unknown role", f"{role!r} is not one of {', '.join(ROLES)}")
-    content = turn.get("content", turn.get("value"))
-    says_more = role == "assistant" and (turn.get("tool_calls") or turn.get("reasoning_content"))
-    if not isinstance(content, str) and not (content is None and says_more):
-        found = "missing" if content is None else f"a {type(content).__name__}"
-        raise UserError(f"{where}.content: {found}; write the text as one string")
-    if role == "assistant" and not (content or "").strip() and not says_more:
-        raise UserError(f"{where}.content: empty assistant turn; give its answer or remove the conversation")
-    kept = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value")}
-    return {"role": role, "content": content or "", **kept}
-
-
-def read_tools(record: dict[str, Any], where: str) -> list | None:
-    """The tool descriptions of a record, for its template; None where there are none."""
-    tools = record.get("tools")
-    if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
-        raise UserError(f"{where}: tools: expected a list of tool descriptions, found {str(tools)[:40]!r}")
-    return tools or None
-
-
-def read_tokens(record: dict[str, Any], where: str) -> Document:
-    """A document of ready ids: `prompt_ids` + `response_ids` (supervised), or `input_ids` + `loss_mask`."""
-    first, second = ("prompt_ids", "response_ids") if "prompt_ids" in record else ("input_ids", "loss_mask")
-    if first not in record or second not in record:
-        absent = second if first in record else first
-        raise UserError(
-            f"{where}: {absent}: missing; ready ids are prompt_ids + response_ids or input_ids + loss_mask"
-        )
-    a, b = (_integers(record[name], f"{where}: {name}") for name in (first, second))
-    if first == "prompt_ids":
-        return Document(np.concatenate([a, b]), np.arange(len(a) + len(b)) >= len(a))
-    if len(a) != len(b):
-        raise UserError(f"{where}: loss_mask: {len(b)} values for {len(a)} input_ids; they must be as many")
-    if len(b) and not np.isin(b, (0, 1)).all():
-        raise UserError(f"{where}: loss_mask: only 0 and 1 are allowed")
-    return Document(a, b == 1)
-
-
-def _integers(values: Any, where: str) -> np.ndarray:
-    # an empty list has no integer type of its own
-    if not isinstance(values, np.ndarray) and not isinstance(values, list):
-        raise UserError(f"{where}: expected a list of token ids, found a {type(values).__name__}")
-    if isinstance(values, list) and any(not isinstance(v, int) for v in values):
-        raise UserError(f"{where}: expected whole numbers only")
-    out = np.asarray(values if len(values) else np.zeros(0, np.int64))
-    if out.dtype.kind not in "iub" or out.ndim != 1:
-        raise UserError(f"{where}: expected a flat list of whole numbers")
-    if len(out) and (out.min() < 0 or out.max() > 2**31):
-        raise UserError(f"{where}: a token id is below 0 or absurdly large")
-    return out.astype(np.int64)

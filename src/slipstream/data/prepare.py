@@ -1,11 +1,12 @@
 """`slipstream prepare`: records → rendered, filtered, held out, written as token shards.
 
-Here: the order of these steps, the reasons for which a record is left out, and their counts. Not here:
-rendering and masks (`chat`), reading files (`sources`), the file format (`shards`).
+Here: what needs all records in their order: copies, hold-out, totals, the output folder. Not here: what
+becomes of one record (`render`), processes (`workers`), reading files (`sources`), the file format
+(`shards`).
 
 What stops the work: input that is broken (JSON, missing fields, an empty answer), with file, line and field.
 What is counted and left out: conversations that are whole but of no use. Counts are of records unless named
-otherwise.
+otherwise. The result is the same whatever the number of processes.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slipstream.config import PrepareConfig, UserError
-from slipstream.data.chat import ChatError, ChatTemplate, Document, read_messages, read_tokens, read_tools
+from slipstream.data.records import ChatError, Document
+from slipstream.data.remote import RemoteFolder, is_url, local_path
+from slipstream.data.render import SAMPLE_CHARACTERS, Batch, Kept, Renderer
 from slipstream.data.shards import (
     FORMAT,
     MANIFEST,
@@ -29,18 +35,16 @@ from slipstream.data.shards import (
     ShardFile,
     ShardWriter,
     Split,
-    tokenizer_fingerprint,
-    vocabulary_size,
     write_manifest,
 )
-from slipstream.data.sources import Record, check_source, file_sha256, iter_records
-from slipstream.data.tokenizer import load_generation_config, load_tokenizer, stop_ids
+from slipstream.data.sources import Chunk, describe_source, find_sources, iter_chunks, source_bytes
+from slipstream.data.tokenizer import tokenizer_fingerprint
+from slipstream.data.workers import cores, in_order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _OURS = re.compile(rf"(({'|'.join(SPLITS)})-\d{{5}}\.safetensors|{re.escape(MANIFEST)})(\.tmp)?")
-SAMPLE_CHARACTERS = 300
 
 
 def prepare(config: PrepareConfig, report: Callable[[int, int | None], None] | None = None) -> dict[str, Any]:
@@ -55,28 +59,30 @@ def prepare(config: PrepareConfig, report: Callable[[int, int | None], None] | N
         raise UserError(
             f"--shard-tokens {config.shard_tokens}: below --max-length {config.max_length}; raise it"
         )
-    inputs = [Path(p) for p in config.input]
-    for path in inputs:
-        check_source(path)
-    folder = Path(config.output_dir)
+    inputs = [path for given in config.input for path in find_sources(given)]
+    sizes = [source_bytes(path) for path in inputs]
+    folder = _open_folder(config.output_dir)
     existed = _claim(folder)
     done = False
     try:
-        tokenizer = load_tokenizer(config.tokenizer)
-        eos_ids = sorted(stop_ids(load_generation_config(config.tokenizer), tokenizer))
-        chat = ChatTemplate(tokenizer, config.thinking, eos_ids)
-        work = _Work(config, chat, vocabulary_size(tokenizer), folder)
-        _read_all(work, inputs, config.limit, report)
-        splits = work.finish()
+        renderer = Renderer(config)
+        totals = _Totals(config, folder)
+        chunks = _read_all(inputs, sizes, config.limit)
+        with closing(in_order(renderer, chunks, config.processes or cores())) as batches:
+            for batch in batches:
+                totals.take(batch)
+                if report is not None:
+                    report(batch.at_byte, sum(sizes))
+        splits = totals.finish()
         manifest = Manifest(
             format=FORMAT,
             splits=splits,
-            tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
-            template_fingerprint=_template_fingerprint(tokenizer, config.thinking),
-            vocab_size=vocabulary_size(tokenizer),
-            eos_ids=eos_ids,
-            counts=work.all_counts(),
-            sources=[{"path": str(p), "bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in inputs],
+            tokenizer_fingerprint=tokenizer_fingerprint(renderer.tokenizer),
+            template_fingerprint=_template_fingerprint(renderer.tokenizer, config.thinking),
+            vocab_size=renderer.vocab_size,
+            eos_ids=renderer.eos_ids,
+            counts=totals.all_counts(),
+            sources=[describe_source(path) for path in inputs],
             settings=dataclasses.asdict(config),
         )
         write_manifest(folder, manifest)
@@ -84,8 +90,10 @@ def prepare(config: PrepareConfig, report: Callable[[int, int | None], None] | N
     finally:
         if not done:
             _clear(folder)
-            if not existed:
+            if not existed and isinstance(folder, Path):
                 folder.rmdir()
+    if report is not None:
+        report(sum(sizes), sum(sizes))
     return {
         "output_dir": str(folder),
         "counts": manifest.counts,
@@ -93,11 +101,11 @@ def prepare(config: PrepareConfig, report: Callable[[int, int | None], None] | N
     }
 
 
-class _Work:
-    """Takes records one by one; holds the writers, the counts, and what tells copies and splits apart."""
+class _Totals:
+    """Takes batches in their order; holds the writers, the counts, and what tells copies and splits apart."""
 
-    def __init__(self, config: PrepareConfig, chat: ChatTemplate, vocab_size: int, folder: Path):
-        self.config, self.chat, self.vocab_size = config, chat, vocab_size
+    def __init__(self, config: PrepareConfig, folder: Path | RemoteFolder):
+        self.config = config
         self.writers: dict[Split, ShardWriter] = {
             s: ShardWriter(folder, s, config.shard_tokens) for s in SPLITS
         }
@@ -105,101 +113,29 @@ class _Work:
         self.skipped: Counter[str] = Counter()
         self.examples: dict[str, str] = {}  # reason → its first record and why
         self.sample = ""
-        self._seen: set[int] = set()
+        self._seen = Seen()
         # the training conversations of the lowest prompt hash: held out at the end if chance held out none
         self._lowest: tuple[int, list[Document]] | None = None
 
-    def take(self, record: Record) -> None:
-        self.counts["records"] += 1
-        try:
-            documents = self._documents(record)
-            digest = hashlib.blake2b(digest_size=8)
-            for d in documents:
-                digest.update(len(d.ids).to_bytes(8, "little") + d.ids.tobytes() + d.supervised.tobytes())
-            copy = int.from_bytes(digest.digest(), "little")
-            if copy in self._seen:
-                raise ChatError("duplicate", "the same tokens were seen before")
-            prompt = documents[0].prompt_hash()
-            documents = self._fit(documents)
-        except ChatError as e:
-            self.skipped[e.reason] += 1
-            self.examples.setdefault(e.reason, f"{record.where}: {e}")
-            return
-        self._seen.add(copy)
+    def take(self, batch: Batch) -> None:
+        new = self._seen.add(np.array([k.digest for k in batch.kept], np.uint64))
+        for (record, documents), is_new in zip(batch.documents(), new.tolist(), strict=True):
+            if is_new:
+                self._keep(record, documents)
+            else:
+                batch.skip(record.where, ChatError("duplicate", "the same tokens were seen before"))
+        self.counts["records"] += batch.records
+        self.counts += batch.counts
+        self.skipped += batch.skipped
+        self.examples = batch.examples | self.examples
+        self.sample = self.sample or batch.sample
+
+    def _keep(self, record: Kept, documents: list[Document]) -> None:
         self.counts["kept"] += 1
         self.counts["documents"] += len(documents)
-        self._place(prompt, documents)
-
-    def _documents(self, record: Record) -> list[Document]:
-        value, where = record.value, record.where
-        if not any(
-            value.get(k) is not None for k in ("prompt_ids", "input_ids", "messages", "conversations")
-        ):
-            found = ", ".join(map(str, value))[:80] or "nothing"
-            raise UserError(
-                f"{where}: messages: missing (found {found}); a record holds messages, conversations, "
-                "prompt_ids + response_ids, or input_ids + loss_mask"
-            )
-        if value.get("prompt_ids") is not None or value.get("input_ids") is not None:
-            document = read_tokens(value, where)
-            if len(document.ids) and document.ids.max() >= self.vocab_size:
-                raise UserError(
-                    f"{where}: token id {document.ids.max()} is beyond the tokenizer's vocabulary of "
-                    f"{self.vocab_size}; set --tokenizer to the one that made these ids"
-                )
-            self.sample = self.sample or self.chat.tokenizer.decode(document.ids[:SAMPLE_CHARACTERS])
-            documents = [document]
-        else:
-            documents = self._render(record)
-        if not any(d.supervised.any() for d in documents):
-            raise ChatError("no supervised token", "nothing in it is the model's")
-        return documents
-
-    def _render(self, record: Record) -> list[Document]:
-        value, where = record.value, record.where
-        finished, tools = value.get("finished"), read_tools(value, where)
-        if not isinstance(finished, bool | None):
-            raise UserError(f"{where}: finished: expected true or false, found {str(finished)[:40]!r}")
-        if self.chat.tokenizer.chat_template is None:
-            raise UserError(
-                f"{where}: {self.config.tokenizer} has no chat template to render messages with; "
-                "name a tokenizer that has one, or give prompt_ids + response_ids"
-            )
-        messages = read_messages(value, where)
-        self.sample = self.sample or self.chat.shown(messages)
-        rendered = self.chat.render(messages, finished is not False, tools)
-        self.counts["unfinished"] += finished is False
-        self.counts["one_document_per_turn"] += rendered.by_turn
-        self.counts["trailing_messages_left_out"] += rendered.trailing_messages
-        self.counts["answers_with_empty_thinking_by_the_template"] += rendered.empty_thinking
-        return rendered.documents
-
-    def _fit(self, documents: list[Document]) -> list[Document]:
-        """Documents of at most `max_length` tokens that have something supervised."""
-        size, on_long = self.config.max_length, self.config.on_long
-        out, counts = [], Counter()
-        for d in documents:
-            if len(d.ids) <= size:
-                out.append(d)
-            elif on_long == "split":
-                counts["split_documents"] += 1
-                out += [
-                    Document(d.ids[s : s + size], d.supervised[s : s + size])
-                    for s in range(0, len(d.ids), size)
-                ]
-            elif on_long == "truncate":
-                counts["truncated_documents"] += 1
-                counts["truncated_tokens"] += len(d.ids) - size
-                out.append(Document(d.ids[:size], d.supervised[:size]))
-            else:
-                counts["rejected_documents"] += 1
-                counts["rejected_tokens"] += len(d.ids)
-        kept = [d for d in out if d.supervised.any()]
-        if not kept:
-            raise ChatError("too long", f"no supervised token within {size} tokens (on_long is {on_long})")
-        counts["unsupervised_documents_left_out"] += len(out) - len(kept)
-        self.counts += counts
-        return kept
+        if record.counts:
+            self.counts.update(record.counts)
+        self._place(record.prompt, documents)
 
     def _place(self, prompt: int, documents: list[Document]) -> None:
         """Hold-out by prompt, so that no prompt is on both sides whatever its answers."""
@@ -255,35 +191,61 @@ class _Work:
         )
 
 
-def _read_all(
-    work: _Work, inputs: list[Path], limit: int | None, report: Callable[[int, int | None], None] | None
-) -> None:
-    sizes = [p.stat().st_size for p in inputs]
-    for k, path in enumerate(inputs):
-        for record in iter_records(path):
-            if limit is not None and work.counts["records"] >= limit:
-                return
-            work.take(record)
-            if report is not None and work.counts["records"] % 64 == 0:
-                report(sum(sizes[:k]) + record.at_byte, sum(sizes))
-    if report is not None:
-        report(sum(sizes), sum(sizes))
+class Seen:
+    """64-bit digests seen so far, eight bytes each: sorted runs, each longer than the next one."""
+
+    def __init__(self) -> None:
+        self._runs: list[np.ndarray] = []
+
+    def add(self, digests: np.ndarray) -> np.ndarray:
+        """[n] bool: which of these come for the first time."""
+        unique, first = np.unique(digests, return_index=True)
+        known = np.zeros(len(unique), bool)
+        for run in self._runs:
+            known |= run[np.minimum(np.searchsorted(run, unique), len(run) - 1)] == unique
+        new = np.zeros(len(digests), bool)
+        new[first[~known]] = True
+        if new.any():
+            self._runs.append(unique[~known])
+        while len(self._runs) > 1 and len(self._runs[-2]) < 2 * len(self._runs[-1]):
+            merged = np.concatenate((self._runs.pop(), self._runs.pop()))
+            merged.sort()
+            self._runs.append(merged)
+        return new
 
 
-def _claim(folder: Path) -> bool:
-    """Make the folder ready, or refuse it: a finished or foreign one is left alone, our own leftovers go."""
-    if folder.exists() and not folder.is_dir():
+def _read_all(inputs: list[str], sizes: list[int], limit: int | None) -> Iterator[Chunk]:
+    """Chunks of all files, in order, with `at_byte` counted through them."""
+    before = 0
+    for path, size in zip(inputs, sizes, strict=True):
+        for chunk in iter_chunks(path, limit):
+            yield dataclasses.replace(chunk, at_byte=before + chunk.at_byte)
+            if limit is not None:
+                limit -= chunk.count
+        if limit == 0:
+            return
+        before += size
+
+
+def _open_folder(output_dir: str) -> Path | RemoteFolder:
+    return RemoteFolder(output_dir) if is_url(output_dir) else local_path(output_dir)
+
+
+def _claim(folder: Path | RemoteFolder) -> bool:
+    """Make the folder ready, or refuse it: a finished or foreign one is left alone, our own leftovers go.
+    Whether it was there.
+    """
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file; choose another --output-dir")
+    names = _names(folder)
+    if MANIFEST in names:
+        raise UserError(f"{folder}: holds a finished dataset; choose another --output-dir or remove it")
+    if foreign := sorted(n for n in names if not _OURS.fullmatch(n)):
+        raise UserError(f"{folder}: holds other files ({foreign[0]}, …); choose a new or empty --output-dir")
+    _clear(folder)
+    if isinstance(folder, RemoteFolder):
+        return True
     existed = folder.is_dir()
-    if existed:
-        if (folder / MANIFEST).exists():
-            raise UserError(f"{folder}: holds a finished dataset; choose another --output-dir or remove it")
-        foreign = sorted(p.name for p in folder.iterdir() if not _OURS.fullmatch(p.name))
-        if foreign:
-            raise UserError(
-                f"{folder}: holds other files ({foreign[0]}, …); choose a new or empty --output-dir"
-            )
-        _clear(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -293,10 +255,16 @@ def _claim(folder: Path) -> bool:
     return existed
 
 
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        if _OURS.fullmatch(path.name):
-            path.unlink()
+def _names(folder: Path | RemoteFolder) -> list[str]:
+    if isinstance(folder, RemoteFolder):
+        return list(folder.sizes())
+    return [p.name for p in folder.iterdir()] if folder.is_dir() else []
+
+
+def _clear(folder: Path | RemoteFolder) -> None:
+    for name in _names(folder):
+        if _OURS.fullmatch(name):
+            folder.remove(name) if isinstance(folder, RemoteFolder) else (folder / name).unlink()
 
 
 def _template_fingerprint(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> str:

@@ -1,11 +1,12 @@
-"""Token shards on disk: atomic writing, the manifest, and random access to the documents of a split.
+"""Token shards, local or at a URL: atomic writing, the manifest, random access to the documents of a split.
 
-Here: the file format, checks when a dataset is opened, fingerprints of tokenizers. Not here: what goes into a
-document (`chat`, `prepare`), rows (`pack`).
+Here: the file format, checks when a dataset is opened and a document read, fingerprints of tokenizers. Not
+here: what goes into a document (`chat`, `prepare`), rows (`pack`), how a URL is read and cached (`remote`).
 
 A dataset is a folder of safetensors files (`tokens` uint32 [n], `supervised` uint8 [n], `offsets` int64
-[documents + 1]) and `manifest.json`, which is written last: without it the folder is no dataset. A folder of
-tokenised completions (see `sources`) opens as a dataset too; it is read into memory, five bytes a token.
+[documents + 1], `checks` uint32 [documents]) and `manifest.json`, which is written last: without it the
+folder is no dataset. A document's check is the CRC-32 of its tokens, then its mask. A folder of tokenised
+completions (see `sources`) opens as a dataset too; it is read into memory, five bytes a token.
 """
 
 from __future__ import annotations
@@ -14,49 +15,48 @@ import bisect
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
 import os
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.numpy
 
-from slipstream.config import UserError
-from slipstream.data.chat import Document, read_tokens
-from slipstream.data.sources import file_sha256, is_source, iter_records
+from slipstream.config import CacheConfig, TrainConfig, UserError
+from slipstream.data.completions import read_completions
+from slipstream.data.layout import (
+    MANIFEST,
+    MEND,
+    SPLITS,
+    Shard,
+    ShardFile,
+    Split,
+    document_check,
+    open_shard,
+)
+from slipstream.data.records import Document
+from slipstream.data.remote import Cache, Range, RemoteFolder, is_url, local_path
+from slipstream.data.remote_shards import RemoteShard, open_remote_shards
+from slipstream.data.tokenizer import tokenizer_fingerprint, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Split = Literal["train", "heldout"]
-SPLITS: tuple[Split, ...] = ("train", "heldout")
-MANIFEST = "manifest.json"
-FORMAT = 1
-COMPLETIONS_HOLDOUT = 0.02
+FORMAT = 2
 HASH_WHOLE_BELOW = (
     256 * 2**20
 )  # bytes of a split: a second of hashing at most; above it size, header and offsets
-_TENSORS = {"tokens": ("U32", "<u4"), "supervised": ("U8", "<u1"), "offsets": ("I64", "<i8")}
-
-
-@dataclass(frozen=True)
-class ShardFile:
-    """What the manifest knows of one shard."""
-
-    name: str
-    bytes: int
-    sha256: str
-    documents: int
-    tokens: int
-    supervised_tokens: int
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """`manifest.json`. `counts` and `settings` are plain JSON; `sources` hold {path, bytes, sha256}."""
+    """`manifest.json`. `counts` and `settings` are plain JSON; `sources` hold path, bytes and sha256
+    (of URLs: the store's version).
+    """
 
     format: int
     splits: dict[Split, list[ShardFile]]
@@ -70,14 +70,6 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Shard:
-    path: Path
-    tokens: np.ndarray
-    supervised: np.ndarray
-    offsets: np.ndarray
-
-
-@dataclass(frozen=True)
 class TokenDataset:
     """Documents of one split. `lengths` [documents] int64 in tokens; `counts` what became of every record."""
 
@@ -88,34 +80,81 @@ class TokenDataset:
     vocab_size: int | None
     eos_ids: tuple[int, ...]
     counts: dict[str, Any]
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard | RemoteShard, ...]
     first_documents: tuple[int, ...]  # of each shard
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def where(self) -> str:
+        """The folder or URL, for messages."""
+        return str(self.shards[0].path).rpartition("/")[0] if self.shards else "the data"
+
+    @property
+    def largest_id(self) -> int:
+        """The highest token id, 0 where there is no document."""
+        known = (int(s.tokens.max()) if s.largest_id is None else s.largest_id for s in self.shards)
+        return max(known, default=0)
+
     def document(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids [n] int64, supervised [n] bool) of document `i`."""
+        return self.documents([i])[0]
+
+    def documents(self, wanted: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`document` of several: those that must be read from afar are asked for at once.
+
+        `UserError` names the shard of a document that is not what was written.
+        """
+        spans = [self._span(i) for i in wanted]
+        raw = _read_spans(spans)
+        for k, span in enumerate(spans):
+            shard = span[0]
+            if not _intact(span, raw[k]) and isinstance(shard, RemoteShard):
+                shard.forget()
+                raw[k] = _read_spans([span])[0]
+            if not _intact(span, raw[k]):
+                raise UserError(f"{shard.path}: corrupt: document {span[1]} is not what was written; {MEND}")
+        return [(tokens.astype(np.int64), supervised != 0) for tokens, supervised in raw]
+
+    def _span(self, i: int) -> Span:
         assert 0 <= i < len(self)
         s = bisect.bisect_right(self.first_documents, i) - 1
-        shard = self.shards[s]
-        start, end = (
-            shard.offsets[i - self.first_documents[s]],
-            shard.offsets[i - self.first_documents[s] + 1],
-        )
-        ids = shard.tokens[start:end].astype(np.int64)
-        if self.vocab_size is not None and ids.max() >= self.vocab_size:
-            raise UserError(
-                f"{shard.path}: corrupt: token id {ids.max()} in a vocabulary of {self.vocab_size}; "
-                "prepare the data again"
-            )
-        return ids, shard.supervised[start:end] != 0
+        number = i - self.first_documents[s]
+        start, end = self.shards[s].offsets[number : number + 2].tolist()
+        return self.shards[s], number, start, end
+
+
+Span = tuple[Shard | RemoteShard, int, int, int]
+"""A document: its shard, its number in it, where its tokens start and end there."""
+
+
+def _read_spans(spans: list[Span]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, supervised) as they are stored."""
+    out: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    far: list[tuple[int, RemoteShard, list[Range]]] = []
+    for k, (shard, _, start, end) in enumerate(spans):
+        here = shard.local() if isinstance(shard, RemoteShard) else shard
+        if here is not None:
+            out[k] = here.tokens[start:end], here.supervised[start:end]
+        elif isinstance(shard, RemoteShard):
+            far.append((k, shard, shard.ranges(start, end)))
+    if far:
+        data = iter(far[0][1].split.ranges([r for _, _, ranges in far for r in ranges]))
+        for k, _, _ in far:
+            out[k] = np.frombuffer(next(data), "<u4"), np.frombuffer(next(data), "<u1")
+    return [out[k] for k in range(len(spans))]
+
+
+def _intact(span: Span, found: tuple[np.ndarray, np.ndarray]) -> bool:
+    checks = span[0].checks
+    return checks is None or document_check(*found) == checks[span[1]]
 
 
 class ShardWriter:
     """Collects documents of one split and writes a shard before the next one would exceed `shard_tokens`."""
 
-    def __init__(self, folder: Path, split: Split, shard_tokens: int):
+    def __init__(self, folder: Path | RemoteFolder, split: Split, shard_tokens: int):
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.files: list[ShardFile] = []
         self._documents: list[Document] = []
@@ -137,21 +176,34 @@ class ShardWriter:
         return self.files
 
     def _flush(self) -> None:
-        path = self.folder / f"{self.split}-{len(self.files):05d}.safetensors"
-        supervised = np.concatenate([d.supervised for d in self._documents])
+        name = f"{self.split}-{len(self.files):05d}.safetensors"
+        tokens = np.concatenate([d.ids for d in self._documents], dtype="<u4", casting="unsafe")
+        supervised = np.concatenate([d.supervised for d in self._documents], dtype="<u1", casting="unsafe")
         offsets = np.cumsum([0, *(len(d.ids) for d in self._documents)])
+        self._documents, self._tokens = [], 0  # their memory is needed for what follows
+        checks = [
+            document_check(tokens[a:b], supervised[a:b]) for a, b in itertools.pairwise(offsets.tolist())
+        ]
+        counts = (len(checks), len(tokens), int(supervised.sum()), int(tokens.max()))
         data = safetensors.numpy.save(
             {
-                "tokens": np.concatenate([d.ids for d in self._documents]).astype("<u4"),
-                "supervised": supervised.astype("<u1"),
+                "tokens": tokens,
+                "supervised": supervised,
                 "offsets": offsets.astype("<i8"),
+                "checks": np.array(checks, "<u4"),
             }
         )
-        write_atomic(path, data)
-        sha = hashlib.sha256(data).hexdigest()
-        counts = (len(self._documents), self._tokens, int(supervised.sum()))
-        self.files.append(ShardFile(path.name, len(data), sha, *counts))
-        self._documents, self._tokens = [], 0
+        del tokens, supervised
+        write_file(self.folder, name, data)
+        self.files.append(ShardFile(name, len(data), hashlib.sha256(data).hexdigest(), *counts))
+
+
+def write_file(folder: Path | RemoteFolder, name: str, data: bytes) -> None:
+    """A file of a dataset, whole or not at all."""
+    if isinstance(folder, RemoteFolder):
+        folder.write(name, data)
+    else:
+        write_atomic(folder / name, data)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -174,14 +226,16 @@ def write_atomic(path: Path, data: bytes) -> None:
         ) from None
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    write_atomic(folder / MANIFEST, (json.dumps(dataclasses.asdict(manifest), indent=1) + "\n").encode())
+def write_manifest(folder: Path | RemoteFolder, manifest: Manifest) -> None:
+    data = json.dumps(dataclasses.asdict(manifest), indent=1) + "\n"
+    write_file(folder, MANIFEST, data.encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
+def read_manifest(folder: Path | RemoteFolder) -> Manifest:
+    path = f"{folder}/{MANIFEST}"
+    data = folder.read(MANIFEST) if isinstance(folder, RemoteFolder) else Path(path).read_bytes()
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(data)
         if values["format"] != FORMAT:
             raise UserError(
                 f"{path}: format {values['format']}, this version reads {FORMAT}; prepare the data again"
@@ -196,21 +250,43 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
-def open_dataset(data_dir: str | Path, split: Split) -> TokenDataset:
-    """The documents of a prepared folder, or of a folder of tokenised completions.
+def shard_cache(config: TrainConfig | CacheConfig) -> Cache:
+    return Cache(Path(config.data_cache).expanduser(), int(config.data_cache_gib * 2**30))
 
-    Of completions, 2 % are held out by a hash of the prompt. `UserError` names the file that is missing,
-    truncated or corrupt.
+
+DEFAULT_CACHE = shard_cache(TrainConfig())
+"""For what has no settings of its own."""
+
+
+def open_dataset(data_dir: str | Path, split: Split, cache: Cache = DEFAULT_CACHE) -> TokenDataset:
+    """The documents of a prepared folder, or of a folder of tokenised completions, local or at a URL.
+
+    Of completions, 2 % are held out by a hash of the prompt. `cache` is for shards at a URL. `UserError`
+    names the file that is missing, truncated or corrupt.
     """
-    folder = Path(data_dir)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; make it with `slipstream prepare`")
-    if not (folder / MANIFEST).exists():
-        return _open_completions(folder, split)
+    if is_url(data_dir):
+        folder = RemoteFolder(str(data_dir))
+        sizes = folder.sizes()
+        names = sorted(sizes)
+    else:
+        folder = local_path(data_dir)
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder; make it with `slipstream prepare`")
+        sizes = {}
+        names = sorted(p.name for p in folder.iterdir() if p.is_file())
+    if MANIFEST not in names:
+        found = read_completions(str(folder), [f"{folder}/{name}" for name in names], split)
+        return _dataset(folder, split, *found)
     manifest = read_manifest(folder)
     files = manifest.splits[split]
-    whole = sum(f.bytes for f in files) <= HASH_WHOLE_BELOW
-    shards = [_open_shard(folder / f.name, f, whole) for f in files]
+    if isinstance(folder, RemoteFolder):
+        ordered = [*manifest.splits["heldout"], *manifest.splits["train"]]
+        fits = np.cumsum([f.bytes for f in ordered]) <= cache.limit
+        kept = [f for f, fit in zip(ordered, fits.tolist(), strict=True) if fit and f in files]
+        shards = open_remote_shards(folder, sizes, files, cache, kept)
+    else:
+        whole = sum(f.bytes for f in files) <= HASH_WHOLE_BELOW
+        shards = [open_shard(folder / f.name, f, whole) for f in files]
     digest = hashlib.sha256("".join(f.sha256 for f in files).encode()).hexdigest()
     return _dataset(
         folder,
@@ -225,9 +301,9 @@ def open_dataset(data_dir: str | Path, split: Split) -> TokenDataset:
 
 
 def _dataset(
-    folder: Path,
+    folder: Path | RemoteFolder,
     split: Split,
-    shards: list[Shard],
+    shards: Sequence[Shard | RemoteShard],
     fingerprint: str,
     counts: dict[str, Any],
     tokenizer: str | None = None,
@@ -244,116 +320,11 @@ def _dataset(
     )
 
 
-def _open_shard(path: Path, known: ShardFile, whole: bool) -> Shard:
-    mend = "prepare the data again, or copy the folder again"
-    if not path.exists():
-        raise UserError(f"{path}: missing, though the manifest lists it; {mend}")
-    size = path.stat().st_size
-    if size != known.bytes:
-        kind = "truncated" if size < known.bytes else "corrupt"
-        raise UserError(f"{path}: {kind}: {size} bytes, the manifest says {known.bytes}; {mend}")
-    if whole and file_sha256(path) != known.sha256:
-        raise UserError(f"{path}: corrupt: its sha256 is not the manifest's; {mend}")
-    with path.open("rb") as f:  # the safetensors layout: header length (8 bytes), JSON header, tensors
-        length = int.from_bytes(f.read(8), "little")
-        header = f.read(length) if length < size else b""
-    try:
-        entries = json.loads(header)
-        arrays = {}
-        for name, (dtype, numpy_dtype) in _TENSORS.items():
-            entry = entries[name]
-            start, end = entry["data_offsets"]
-            if entry["dtype"] != dtype or not 0 <= start < end <= size - 8 - length:
-                raise KeyError(name)
-            arrays[name] = np.memmap(path, numpy_dtype, "r", 8 + length + start, tuple(entry["shape"]))
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
-        raise UserError(f"{path}: corrupt: not a token shard's header; {mend}") from None
-    offsets = np.array(arrays["offsets"])
-    right = len(offsets) == known.documents + 1 and offsets[0] == 0 and offsets[-1] == known.tokens
-    if (
-        not right
-        or (np.diff(offsets) < 1).any()
-        or any(len(arrays[n]) != known.tokens for n in ("tokens", "supervised"))
-    ):
-        raise UserError(
-            f"{path}: corrupt: its documents do not add up to the manifest's {known.tokens} tokens; {mend}"
-        )
-    return Shard(path, arrays["tokens"], arrays["supervised"], offsets)
-
-
-def _open_completions(folder: Path, split: Split) -> TokenDataset:
-    files = sorted(p for p in folder.iterdir() if p.is_file() and is_source(p))
-    if not files:
-        raise UserError(
-            f"{folder}: neither {MANIFEST} (a finished `slipstream prepare`) nor Arrow, Parquet or JSONL "
-            "files with prompt_ids + response_ids or input_ids + loss_mask"
-        )
-    counts: dict[str, Any] = {"records": 0, "kept": 0, "skipped": Counter()}
-    hashes, shards = [], []
-    for path in files:
-        documents = []
-        for record in iter_records(path):
-            counts["records"] += 1
-            document = read_tokens(record.value, record.where)
-            if not document.supervised.any():
-                counts["skipped"]["no supervised token"] += 1
-                continue
-            hashes.append(document.prompt_hash())
-            documents.append(document)
-        shards.append((path, documents))
-    counts |= {"kept": len(hashes), "skipped": dict(counts["skipped"])}
-    if not hashes:
-        raise UserError(
-            f"{folder}: no supervised token in {counts['records']} records: loss_mask must be 1 where the "
-            "model answered, or response_ids hold its answer"
-        )
-    cut = _hold_out(np.array(hashes, np.uint64))
-    digest = hashlib.sha256()
-    chosen = []
-    for path, documents in shards:
-        mine = [d for d in documents if (d.prompt_hash() < cut) == (split == "heldout")]
-        if mine:
-            chosen.append(_in_memory(path, mine))
-            digest.update(
-                chosen[-1].tokens.tobytes() + chosen[-1].supervised.tobytes() + chosen[-1].offsets.tobytes()
-            )
-    return _dataset(folder, split, chosen, digest.hexdigest(), counts)
-
-
-def _hold_out(hashes: np.ndarray) -> int:
-    """Documents whose prompt hash is below this are held out: at least one, unless all share one prompt."""
-    ordered = np.sort(hashes)
-    share = max(1, round(COMPLETIONS_HOLDOUT * len(ordered)))
-    above = ordered[share:][ordered[share:] > ordered[share - 1]] if len(ordered) > share else ordered[:0]
-    return int(above[0]) if len(above) else 0
-
-
-def _in_memory(path: Path, documents: list[Document]) -> Shard:
-    tokens = np.concatenate([d.ids for d in documents]).astype(np.uint32)
-    supervised = np.concatenate([d.supervised for d in documents]).astype(np.uint8)
-    return Shard(path, tokens, supervised, np.cumsum([0, *(len(d.ids) for d in documents)]))
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the vocabulary (token → id) and of the begin and end tokens.
-
-    Not of the padding token: training tools change it freely, and it changes no id.
-    """
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    facts = [vocabulary, str(tokenizer.bos_token), str(tokenizer.eos_token)]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the highest id: a vocabulary may have holes."""
-    return max(tokenizer.get_vocab().values()) + 1
-
-
 def check_tokenizer(dataset: TokenDataset, tokenizer: PreTrainedTokenizerBase) -> None:
     """`UserError` if the shards were made with another tokenizer, or ready ids lie beyond its vocabulary."""
     if not dataset.shards:
         return
-    where = dataset.shards[0].path.parent
+    where = dataset.where
     found = tokenizer_fingerprint(tokenizer)
     if dataset.tokenizer_fingerprint is None:
         size = vocabulary_size(tokenizer)

@@ -1,10 +1,12 @@
 """The target's tokenizer and the tokens it stops at: one way to load the one, one idea of the other.
 
-Not here: chat templates (`chat`), fingerprints (`shards`).
+Here too: what tells one tokenizer from another. Not here: chat templates (`chat`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING
 
 from slipstream.config import UserError
@@ -45,3 +47,18 @@ def stop_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizer
     if isinstance(tokenizer.eos_token_id, int):
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of the vocabulary (token → id) and of the begin and end tokens.
+
+    Not of the padding token: training tools change it freely, and it changes no id.
+    """
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    facts = [vocabulary, str(tokenizer.bos_token), str(tokenizer.eos_token)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the highest id: a vocabulary may have holes."""
+    return max(tokenizer.get_vocab().values()) + 1

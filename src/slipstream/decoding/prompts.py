@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import UserError
-from slipstream.data.chat import ChatError, ChatTemplate, Message, read_messages, read_tools
+from slipstream.data.chat import ChatTemplate
+from slipstream.data.records import ChatError, Message, read_messages, read_tools
 from slipstream.data.shards import TokenDataset, check_tokenizer, open_dataset
 
 

@@ -126,7 +126,7 @@ class Target:
             self.trunk = Trunk(self.decoder, self.layers, self.family.trunk, facts, target_layer_ids, fp8)
         # transformers renamed `past_key_values` to `cache` between 5.17 and 5.24, model by model.
         named = inspect.signature(self.decoder.forward).parameters
-        self._cache_argument = "cache" if "cache" in named else "past_key_values"
+        self.cache_argument = "cache" if "cache" in named else "past_key_values"
         self._taps: list[Tensor] | None = None
         self._stop = False
         for i in target_layer_ids:
@@ -256,7 +256,7 @@ class Target:
                 input_ids=ids[None],
                 position_ids=torch.arange(start, start + len(ids), device=self.device)[None],
                 use_cache=True,
-                **{self._cache_argument: cache},
+                **{self.cache_argument: cache},
             )
             taps_nC = torch.cat(self._taps, dim=-1)[0]
         finally:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from slipstream.config import TrainConfig
-from slipstream.data.shards import open_dataset
+from slipstream.data.shards import open_dataset, shard_cache
 from slipstream.data.tokenizer import load_generation_config, load_tokenizer, stop_ids
 from slipstream.distributed.link import TapCache
 from slipstream.distributed.placement import Plan, placement_of, rows_of_a_step
@@ -105,14 +105,16 @@ def plan(config: TrainConfig, display: Display) -> None:
     dtype = setup.choose_dtype(config.dtype, device)
     attention = choose_attention(config.attention, device, config.compile)
     limit = None if config.taps_dir is None else TapCache.open(config.taps_dir).facts.rows
-    rows = setup.open_rows(config.data_dir, "train", config.token_budget, config.on_long, limit)
+    cache = shard_cache(config)
+    rows = setup.open_rows(config.data_dir, "train", config.token_budget, config.on_long, limit, cache)
     display.say(describe_rows(rows, "data"))
     setup.check_anchors(rows, config)
+    display.say(setup.describe_anchors(rows, config))
 
     target = sketch_target(config, device, dtype)
     ends = target.ends
     tokenizer = load_tokenizer(config.target_model)
-    setup.check_ids(target, tokenizer, rows.dataset, open_dataset(config.data_dir, "heldout"))
+    setup.check_ids(target, tokenizer, rows.dataset, open_dataset(config.data_dir, "heldout", cache))
     stops = stop_ids(load_generation_config(config.target_model), tokenizer)
     mask_token_id, source = choose_mask_token(
         config.mask_token_id, target.model_type, target.vocab_size, tokenizer, stops
@@ -174,7 +176,7 @@ def mean_row(config: TrainConfig, rows: Rows, mask_token_id: int) -> tuple[int, 
     found = []
     for i in range(count := min(rows.count, 8)):
         row = rows.row(i * rows.count // count)
-        anchors = draw_anchors(row, config.max_anchors, (config.seed, 0, 0))
+        anchors = draw_anchors(row, config.max_anchors, (config.seed, 0, 0), config.anchor_share)
         blocks = make_blocks(row, anchors, config.max_anchors, config.block_size, mask_token_id)
         found.append((row.spans()[-1][1], blocks.count, blocks.labels))
     tokens, blocks, labels = (sum(column) // count for column in zip(*found, strict=True))

@@ -87,17 +87,32 @@ def anchor_candidates(row: Row) -> Tensor:
     return (both & same).nonzero().flatten()
 
 
-def draw_anchors(row: Row, max_anchors: int, key: tuple[int, ...]) -> Tensor:
-    """At most `max_anchors` anchors, without replacement, sorted (sorted anchors make 2–5× fewer attention
-    tiles).
+def draw_anchors(row: Row, max_anchors: int, key: tuple[int, ...], share: float | None = None) -> Tensor:
+    """The anchors that `share` asks for, at most `max_anchors`, without replacement, sorted (sorted anchors
+    make 2–5× fewer attention tiles).
 
     `key` is (seed, epoch, draw): with the row's own id it fixes the draw, whatever rank or step asks.
     """
     candidates = anchor_candidates(row)
-    if len(candidates) > max_anchors:
-        picked = generator(row, key).permutation(len(candidates))[:max_anchors]
+    drawn = min(max_anchors, wanted_anchors(len(candidates), share))
+    if drawn < len(candidates):
+        picked = generator(row, key).permutation(len(candidates))[:drawn]
         candidates = candidates[torch.from_numpy(np.sort(picked))]
     return candidates
+
+
+def wanted_anchors(candidates: int, share: float | None) -> int:
+    """Anchors of a row before the bound: all candidates without a share, else that share of them, rounded,
+    and one at least where there is any.
+    """
+    if share is None or not candidates:
+        return candidates
+    return max(1, round(share * candidates))
+
+
+def anchors_cut(row: Row, drawn: int, share: float | None) -> int:
+    """Anchors of the row's share that the bound left out; without a share the bound is all that is asked."""
+    return 0 if share is None else wanted_anchors(len(anchor_candidates(row)), share) - drawn
 
 
 def generator(row: Row, key: tuple[int, ...]) -> np.random.Generator:

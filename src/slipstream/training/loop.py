@@ -24,7 +24,7 @@ from slipstream.distributed.link import TapLink, holding
 from slipstream.distributed.pace import Pace, StopSignal, Told
 from slipstream.distributed.placement import Share
 from slipstream.distributed.wire import Traffic
-from slipstream.training.blocks import Blocks
+from slipstream.training.blocks import Blocks, anchors_cut
 from slipstream.training.checkpoint import Position
 from slipstream.training.metrics import Display, MetricsFile, SlotMeter, Stillness
 from slipstream.training.parallel import DrafterRanks
@@ -129,7 +129,8 @@ def train(run: Run, display: Display) -> Trained:
                     loss, blocks = row_loss(run, row, run.taps, key, config.noise, check_taps, documents)
                     ranks.backward(loss.total, last=share is mine[-1])
                     weight += loss.weight
-                    meter.add(loss, blocks, int(row.supervised.sum()))
+                    cut = anchors_cut(row, blocks.count, config.anchor_share)
+                    meter.add(loss, blocks, int(row.supervised.sum()), cut)
                     labels += blocks.labels
                     window.add(run, row, blocks, share)
                 norm = update(drafter, optimizer, weight, config.clip, learning_rate, ranks)
@@ -222,7 +223,8 @@ def validate(run: Run) -> dict[str, Any]:
                 noise=0.0,
                 documents=run.heldout.documents(share.index),
             )
-            meter.add(loss, blocks, int(row.supervised.sum()))
+            cut = anchors_cut(row, blocks.count, run.config.anchor_share)
+            meter.add(loss, blocks, int(row.supervised.sum()), cut)
     return meter.read(run.crew.summed)
 
 
@@ -272,6 +274,7 @@ def describe_step(step: int, facts: dict[str, Any]) -> str:
         f"step {step}  loss {facts['loss']:.4f}  τ {facts['tau']:.3f}  lr {facts['lr']:.1e}  "
         f"{facts['tokens_per_second']:,.0f} tok/s"
         + (f"  MFU {facts['mfu']:.0%}" if "mfu" in facts else "")
+        + (f"  {cut:,} ANCHORS CUT by --max-anchors" if (cut := facts["anchors_cut"]) else "")
         + waits(facts)
         + (
             f"  {facts['recompiled']} RECOMPILED: see TORCH_LOGS=recompiles"

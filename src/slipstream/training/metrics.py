@@ -38,9 +38,10 @@ class SlotMeter:
     def __init__(self, block_size: int, device: torch.device) -> None:
         self.slots = block_size - 1
         self.sums = torch.zeros(3 * self.slots + 4, dtype=torch.float64, device=device)
-        self.labelled = self.supervised = self.blocks = 0
+        self.labelled = self.supervised = self.blocks = self.cut = 0
 
-    def add(self, loss: BlockLoss, blocks: Blocks, supervised: int) -> None:
+    def add(self, loss: BlockLoss, blocks: Blocks, supervised: int, cut: int = 0) -> None:
+        """A row with so many supervised tokens, of whose anchors the bound has cut so many."""
         valid = blocks.valid_NB[:, 1:]
         whole = valid.all(dim=1)
         accepted = accepted_prefix(loss.correct)
@@ -54,20 +55,21 @@ class SlotMeter:
         self.labelled += blocks.labelled
         self.supervised += supervised
         self.blocks += blocks.count
+        self.cut += cut
 
     def state(self) -> tuple[float, ...]:
         """All sums, for a checkpoint: a resumed run's next line covers what an uninterrupted run's does."""
-        return (*self.sums.tolist(), self.labelled, self.supervised, self.blocks)
+        return (*self.sums.tolist(), self.labelled, self.supervised, self.blocks, self.cut)
 
     def load(self, state: tuple[float, ...]) -> None:
         if not state:
             return
-        self.sums.copy_(torch.tensor(state[:-3], dtype=torch.float64))
-        self.labelled, self.supervised, self.blocks = map(int, state[-3:])
+        self.sums.copy_(torch.tensor(state[:-4], dtype=torch.float64))
+        self.labelled, self.supervised, self.blocks, self.cut = map(int, state[-4:])
 
     def read(self, summed: Callable[[Sequence[float]], Sequence[float]] = list) -> dict[str, Any]:
         """Averages since the last read, and a fresh start; `summed` adds up what several ranks have."""
-        *values, labelled, supervised, blocks = summed(self.state())
+        *values, labelled, supervised, blocks, cut = summed(self.state())
         s = self.slots
         count, ce, correct = values[:s], values[s : 2 * s], values[2 * s : 3 * s]
         whole, accepted, total, weight = values[3 * s :]
@@ -81,9 +83,10 @@ class SlotMeter:
             "blocks_short": int(blocks) - int(whole),
             "labels": int(sum(count)),
             "coverage": labelled / max(supervised, 1),
+            "anchors_cut": int(cut),
         }
         self.sums.zero_()
-        self.labelled = self.supervised = self.blocks = 0
+        self.labelled = self.supervised = self.blocks = self.cut = 0
         return out
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slipstream.config import CacheConfig, UserError
-from slipstream.data.shards import open_dataset
+from slipstream.data.shards import open_dataset, shard_cache
 from slipstream.data.tokenizer import load_tokenizer
 from slipstream.distributed.link import TapCache, TapFacts, check_disk
 from slipstream.models.selfcheck import tap_health
@@ -29,8 +29,9 @@ from slipstream.training.setup import (
 def record_taps(config: CacheConfig, display: Display) -> TapFacts:
     """Record training and held-out rows into `config.output_dir`; goes on where an earlier call stopped."""
     device = choose_device(config.device)
-    rows = open_rows(config.data_dir, "train", config.token_budget, config.on_long, config.limit_rows)
-    heldout_data = open_dataset(config.data_dir, "heldout")
+    copies = shard_cache(config)
+    rows = open_rows(config.data_dir, "train", config.token_budget, config.on_long, config.limit_rows, copies)
+    heldout_data = open_dataset(config.data_dir, "heldout", copies)
     heldout = heldout_rows(heldout_data, config.token_budget, config.on_long, config.heldout_rows)
     display.say(describe_rows(rows, "data"))
     target = open_target(config, device, choose_dtype(config.dtype, device), display)

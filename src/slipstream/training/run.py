@@ -33,7 +33,8 @@ from slipstream.training.loss import SlotWeights
 
 WATCHING = {
     "log_interval", "save_interval", "keep_checkpoints", "eval_interval", "eval_rows", "decode_prompts",
-    "decode_tokens", "plan", "output_dir", "taps_dir", "target_model", "data_dir", "ranks", "dp_pairs",
+    "decode_tokens", "plan", "output_dir", "taps_dir", "target_model", "data_dir", "data_cache",
+    "data_cache_gib", "ranks", "dp_pairs",
     "target_ranks", "drafter_ranks", "link_credits", "drafter_sharding", "target_sharding", "max_restarts",
     "device", "dtype", "attention", "compile", "activation_checkpointing", "probe",
 }  # fmt: skip

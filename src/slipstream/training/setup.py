@@ -14,7 +14,15 @@ from transformers import PreTrainedTokenizerBase
 
 from slipstream.config import CacheConfig, TrainConfig, UserError, default_gamma
 from slipstream.data.pack import OnLong, Row, pack_rows
-from slipstream.data.shards import Split, TokenDataset, check_tokenizer, open_dataset
+from slipstream.data.remote import Cache
+from slipstream.data.shards import (
+    DEFAULT_CACHE,
+    Split,
+    TokenDataset,
+    check_tokenizer,
+    open_dataset,
+    shard_cache,
+)
 from slipstream.data.tokenizer import load_tokenizer, stop_ids
 from slipstream.distributed.crew import ONE, Crew, together
 from slipstream.distributed.link import TapCache, TapFacts, TapLink, holding, target_fingerprint
@@ -33,7 +41,7 @@ from slipstream.models.selfcheck import MIN_SAMPLE_TOKENS, self_check
 from slipstream.models.target import Target, check_vocab, load_ends, load_target, wanted_pass
 from slipstream.system.kernels import prepare_kernels
 from slipstream.training.attention import choose_attention
-from slipstream.training.blocks import anchor_candidates, decay_weights
+from slipstream.training.blocks import anchor_candidates, decay_weights, wanted_anchors
 from slipstream.training.flops import row_flops, target_layers
 from slipstream.training.loss import SlotWeights
 from slipstream.training.metrics import Display
@@ -46,6 +54,9 @@ from slipstream.training.run import (
     describe_drafter,
     describe_rows,
 )
+
+ROWS_LOOKED_AT = 16
+"""Rows that `describe_anchors` reads: the order of the rows is scattered, so the first are a sample."""
 
 
 def choose_device(asked: str) -> torch.device:
@@ -69,8 +80,15 @@ def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def open_rows(data_dir: str, split: Split, token_budget: int, on_long: OnLong, limit: int | None) -> Rows:
-    return pack_dataset(open_dataset(data_dir, split), token_budget, on_long, limit)
+def open_rows(
+    data_dir: str,
+    split: Split,
+    token_budget: int,
+    on_long: OnLong,
+    limit: int | None,
+    cache: Cache = DEFAULT_CACHE,
+) -> Rows:
+    return pack_dataset(open_dataset(data_dir, split, cache), token_budget, on_long, limit)
 
 
 def pack_dataset(dataset: TokenDataset, token_budget: int, on_long: OnLong, limit: int | None) -> Rows:
@@ -142,7 +160,7 @@ def check_target(target: Target, rows: Rows, display: Display) -> None:
     sample = max((rows.row(i) for i in range(min(rows.count, 8))), key=lambda row: row.spans()[-1][1])
     if (found := sample.spans()[-1][1]) < MIN_SAMPLE_TOKENS:
         raise UserError(
-            f"{rows.dataset.shards[0].path.parent}: rows of {found} tokens are too few to check the target "
+            f"{rows.dataset.where}: rows of {found} tokens are too few to check the target "
             f"with ({MIN_SAMPLE_TOKENS} at least): raise --token-budget, or prepare longer documents"
         )
     failed = []
@@ -163,7 +181,7 @@ def check_ids(
     """
     for dataset in datasets:
         check_tokenizer(dataset, tokenizer)
-        check_vocab(target, max((int(shard.tokens.max()) for shard in dataset.shards), default=0))
+        check_vocab(target, dataset.largest_id)
 
 
 def check_anchors(rows: Rows, config: TrainConfig) -> None:
@@ -177,6 +195,25 @@ def check_anchors(rows: Rows, config: TrainConfig) -> None:
             f"{config.data_dir}: no row of {config.token_budget} tokens has two neighbouring supervised "
             "tokens, so no anchor is possible: raise --token-budget, or prepare data with longer answers"
         )
+
+
+def describe_anchors(rows: Rows, config: TrainConfig) -> str:
+    """How many of a row's blocks are used, by the first rows, and which --max-anchors would fit them."""
+    looked, most = min(rows.count, ROWS_LOOKED_AT), config.max_anchors
+    possible = [len(anchor_candidates(rows.row(i))) for i in range(looked)]
+    wanted = [wanted_anchors(n, config.anchor_share) for n in possible]
+    used = [min(n, most) for n in wanted]
+    fit = max(16, -(-max(wanted) // 16) * 16)
+    line = (
+        f"anchors: rows have {sum(possible) / looked:,.0f} possible anchors and use "
+        f"{sum(used) / looked:,.0f} of {most} blocks ({looked} rows looked at)"
+    )
+    if config.anchor_share is not None and used != wanted:
+        cut = f"{1 - sum(used) / sum(wanted):.0%} of --anchor-share {config.anchor_share:g}"
+        return f"{line}; the bound cuts {cut}: --max-anchors {fit} would not"
+    if fit < 0.9 * most:
+        return f"{line}; unused blocks cost as much time as used ones: --max-anchors {fit} is enough"
+    return line
 
 
 def tap_facts(target: Target, rows: Rows, token_budget: int) -> TapFacts:
@@ -253,15 +290,17 @@ def open_run(config: TrainConfig, display: Display, crew: Crew = ONE) -> Run:
         config.token_budget,
         config.on_long,
         None if cache is None else cache.facts.rows,
+        shard_cache(config),
     )
     display.say(describe_rows(rows, "data"))
-    heldout_data = open_dataset(config.data_dir, "heldout")
+    heldout_data = open_dataset(config.data_dir, "heldout", shard_cache(config))
     heldout = heldout_rows(heldout_data, config.token_budget, config.on_long, config.eval_rows)
     if heldout is not None and heldout.count % (even := evenly(config, crew.place)):
         display.say(f"data: held-out rows are cut to a multiple of {even}, for ranks with shards")
         kept = heldout.count - heldout.count % even
         heldout = replace(heldout, count=kept) if kept else None
     check_anchors(rows, config)
+    display.say(describe_anchors(rows, config))
     if not len(heldout_data):
         display.say("data: no held-out documents: validation and the last decoding are left out")
 

@@ -42,7 +42,7 @@ def row_loss(
     row's, for the error.
     """
     config, drafter = run.config, run.drafter
-    anchors = draw_anchors(row, config.max_anchors, key)
+    anchors = draw_anchors(row, config.max_anchors, key, config.anchor_share)
     blocks = make_blocks(row, anchors, config.max_anchors, config.block_size, drafter.config.mask_token_id)
     blocks = blocks.to(run.device)
     taps_ST = link(row).to(run.dtype)

@@ -63,7 +63,7 @@ def warm_up(run: Run, optimizer: torch.optim.Optimizer, display: Display) -> War
         with torch.no_grad():  # validation has graphs of its own
             row_loss(run, run.heldout.row(0), run.heldout_taps, key, noise=0.0)
     if run.attention == "flex":
-        anchors = draw_anchors(row, run.config.max_anchors, key)
+        anchors = draw_anchors(row, run.config.max_anchors, key, run.config.anchor_share)
         mask_token_id = run.drafter.config.mask_token_id
         blocks = make_blocks(row, anchors, run.config.max_anchors, run.config.block_size, mask_token_id)
         display.say(f"attention: {probe_attention(run, blocks.to(run.device))}")
