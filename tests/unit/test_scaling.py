@@ -189,8 +189,8 @@ def test_the_formula_is_what_a_run_played_row_by_row_takes(m, ranks, rows):
 
 def test_without_double_buffering_the_play_is_slower_than_the_formula():
     """So the play above can tell."""
-    place, sizes = split(5, 3), replace(FREE, rows=8)
-    assert played(H200, sizes, place, credits=1) > 1.03 * estimate(H200, sizes, place).seconds
+    place, sizes = split(5, 2), replace(FREE, rows=2)
+    assert played(H200, sizes, place, credits=1) > 1.05 * estimate(H200, sizes, place).seconds
 
 
 # ---- advice ----
@@ -217,7 +217,7 @@ def test_a_slow_network_makes_the_split_faster_which_hides_the_sum_behind_the_ta
     found = recommend(H200, replace(SIZES, rows=64), 64, fits)
     assert found.best is not None
     assert found.best.place.split
-    assert found.best.rate > 1.03 * estimate(H200, replace(SIZES, rows=64), colocated(64)).rate
+    assert found.best.rate > 1.05 * estimate(H200, replace(SIZES, rows=64), colocated(64)).rate
 
 
 def test_where_both_do_not_fit_on_a_gpu_the_best_ratio_is_advised_and_the_rest_is_told():
