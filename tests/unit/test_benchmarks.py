@@ -15,7 +15,7 @@ from benchmarks import pair, target_pass
 from benchmarks.drafter_step import Options, measure, measure_with_update, table
 from benchmarks.ours import ours
 from benchmarks.workload import TINY, Shape, System, make_batch, random_row
-from slipstream.system.planner import drafter_parameters
+from slipstream.system.memory import drafter_parameters
 from tests.tiny import row_of
 
 CPU = torch.device("cpu")

@@ -32,7 +32,8 @@ from slipstream.system.facts import (
     read_target,
     to_json,
 )
-from slipstream.system.planner import predict, say_memory, target_shape
+from slipstream.system.memory import predict, target_shape
+from slipstream.system.planner import say_memory
 from slipstream.system.recipe import sketch
 from slipstream.training.attention import choose_attention
 from slipstream.training.setup import check_settings, choose_device, drafter_config

@@ -169,4 +169,4 @@ def check(config: RegenerateConfig) -> None:
 def fixed_settings(config: RegenerateConfig) -> dict[str, Any]:
     """What all answers in one output have in common; who answers, and how fast, may change."""
     names = ("temperature", "top_p", "max_new_tokens", "thinking", "turns", "seed")
-    return {name: getattr(config, name) for name in names}
+    return {name: value for name, value in vars(config).items() if name in names}

@@ -89,8 +89,8 @@ class Target:
     beside it.
 
     With a `group` the layers are in parts on its ranks (target_shards.py), each of which reads rows of its
-    own. All call the same methods in the same order: `taps` or, for want of a row, `read_nothing`; and
-    `decode_step` and `model` in step, for every pass gathers layers from all.
+    own. All call `taps` equally often, and `decode_step` and `model` in step, for every pass gathers layers
+    from all.
     """
 
     def __init__(
@@ -167,26 +167,15 @@ class Target:
         idle = self._passes(len(groups)) - len(groups)
         for group in groups:
             self._read_group(row, group, taps_SC)
-        self._read_nothing(idle)
-        return taps_SC
-
-    @only_launching_thread
-    @torch.no_grad()
-    def read_nothing(self) -> None:
-        """A rank's part in one row of each other rank of a sharded target when it has none itself."""
-        self._read_nothing(self._passes(0))
-
-    def _read_nothing(self, passes: int) -> None:
         one = torch.zeros(1, 1, dtype=torch.int64)
-        for _ in range(passes):
+        for _ in range(idle):  # a part in the passes of ranks whose rows need more
             self._pass_to_last_tap(one, one, None)
+        return taps_SC
 
     def _passes(self, needed: int) -> int:
         """The passes that all ranks make for a row each: as many as the one that needs the most."""
-        if self.group is None:
+        if self.group is None or self.isolation == "packed":
             return needed
-        if self.isolation == "packed":
-            return 1
         most = torch.tensor(needed)
         dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
         return int(most)

@@ -36,7 +36,6 @@ from slipstream.system.memory import (
     what_fits,
     why_not,
 )
-from slipstream.system.memory import predict as predict  # recipe.py and tests know it from here
 from slipstream.system.scaling import (
     CARDS,
     FLEETS,

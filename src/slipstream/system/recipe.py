@@ -22,7 +22,7 @@ from slipstream.models.sketch import sketch_target
 from slipstream.models.target import Target
 from slipstream.models.trunk import LINEAR, why_not_fused
 from slipstream.system.facts import Facts, Sketch
-from slipstream.system.planner import (
+from slipstream.system.memory import (
     CONTEXT,
     drafter_parameters,
     fits,
